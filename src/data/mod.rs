@@ -1,0 +1,1 @@
+//! Data sets: where text comes from and how it becomes rows of tokens.

@@ -1,0 +1,4 @@
+//! `autoresearch`: a small language-model pretraining set-up that a coding agent edits, trains and measures overnight.
+
+pub mod data;
+pub mod tokenizer;
