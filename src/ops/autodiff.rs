@@ -1,0 +1,123 @@
+//! The operations under autodiff: each is one node of the graph with a hand-written backward.
+
+use super::{AttentionState, FusedOps, Kernels, portable};
+use burn::backend::Autodiff;
+use burn::backend::autodiff::checkpoint::{base::Checkpointer, strategy::CheckpointStrategy};
+use burn::backend::autodiff::grads::Gradients;
+use burn::backend::autodiff::ops::{Backward, Ops, OpsKind, binary, unary};
+use burn::backend::tensor::{FloatTensor, IntTensor};
+
+impl<B: Kernels, C: CheckpointStrategy> FusedOps for Autodiff<B, C> {
+    fn rms_norm(x: FloatTensor<Self>) -> FloatTensor<Self> {
+        #[derive(Debug)]
+        struct RmsNorm;
+        impl<B: Kernels> Backward<B, 1> for RmsNorm {
+            type State = FloatTensor<B>;
+            fn backward(self, ops: Ops<Self::State, 1>, grads: &mut Gradients, _: &mut Checkpointer) {
+                unary::<B, _>(ops.parents, ops.node, grads, |grad| B::rms_norm_backward(ops.state, grad));
+            }
+        }
+        let (x, node) = x.into_parts();
+        match RmsNorm.prepare::<C>([node]).compute_bound().stateful() {
+            OpsKind::Tracked(prep) => prep.finish(x.clone(), B::rms_norm(x)),
+            OpsKind::UnTracked(prep) => prep.finish(B::rms_norm(x)),
+        }
+    }
+
+    fn rotary(x: FloatTensor<Self>, cos: FloatTensor<Self>, sin: FloatTensor<Self>) -> FloatTensor<Self> {
+        #[derive(Debug)]
+        struct Rotary;
+        impl<B: Kernels> Backward<B, 1> for Rotary {
+            type State = (FloatTensor<B>, FloatTensor<B>);
+            fn backward(self, ops: Ops<Self::State, 1>, grads: &mut Gradients, _: &mut Checkpointer) {
+                let (cos, sin) = ops.state;
+                // A rotation's gradient is the rotation by the opposite angle.
+                unary::<B, _>(ops.parents, ops.node, grads, |grad| B::rotary(grad, cos, B::float_neg(sin)));
+            }
+        }
+        let (x, node) = x.into_parts();
+        // The angles are constants: no gradient flows to them.
+        let ((cos, _), (sin, _)) = (cos.into_parts(), sin.into_parts());
+        match Rotary.prepare::<C>([node]).compute_bound().stateful() {
+            OpsKind::Tracked(prep) => prep.finish((cos.clone(), sin.clone()), B::rotary(x, cos, sin)),
+            OpsKind::UnTracked(prep) => prep.finish(B::rotary(x, cos, sin)),
+        }
+    }
+
+    fn squared_relu(x: FloatTensor<Self>) -> FloatTensor<Self> {
+        #[derive(Debug)]
+        struct SquaredRelu;
+        impl<B: Kernels> Backward<B, 1> for SquaredRelu {
+            type State = FloatTensor<B>;
+            fn backward(self, ops: Ops<Self::State, 1>, grads: &mut Gradients, _: &mut Checkpointer) {
+                unary::<B, _>(ops.parents, ops.node, grads, |grad| B::squared_relu_backward(ops.state, grad));
+            }
+        }
+        let (x, node) = x.into_parts();
+        match SquaredRelu.prepare::<C>([node]).compute_bound().stateful() {
+            OpsKind::Tracked(prep) => prep.finish(x.clone(), B::squared_relu(x)),
+            OpsKind::UnTracked(prep) => prep.finish(B::squared_relu(x)),
+        }
+    }
+
+    fn causal_attention(
+        q: FloatTensor<Self>,
+        k: FloatTensor<Self>,
+        v: FloatTensor<Self>,
+        window: usize,
+    ) -> FloatTensor<Self> {
+        #[derive(Debug)]
+        struct CausalAttention;
+        impl<B: Kernels> Backward<B, 3> for CausalAttention {
+            type State = AttentionState<B>;
+            fn backward(self, ops: Ops<Self::State, 3>, grads: &mut Gradients, _: &mut Checkpointer) {
+                let grad = grads.consume::<B>(&ops.node);
+                let gradients = B::attention_backward(ops.state, grad);
+                for (parent, gradient) in ops.parents.into_iter().zip(gradients) {
+                    if let Some(node) = parent {
+                        grads.register::<B>(node.id, gradient);
+                    }
+                }
+            }
+        }
+        let ((q, nq), (k, nk), (v, nv)) = (q.into_parts(), k.into_parts(), v.into_parts());
+        match CausalAttention.prepare::<C>([nq, nk, nv]).compute_bound().stateful() {
+            OpsKind::Tracked(prep) => {
+                let (out, log_sum_exp) = B::attention_forward(q.clone(), k.clone(), v.clone(), window);
+                prep.finish(AttentionState { q, k, v, out: out.clone(), log_sum_exp, window }, out)
+            }
+            OpsKind::UnTracked(prep) => prep.finish(B::causal_attention(q, k, v, window)),
+        }
+    }
+
+    fn softcap_cross_entropy(
+        hidden: FloatTensor<Self>,
+        weight: FloatTensor<Self>,
+        targets: IntTensor<Self>,
+        cap: f64,
+    ) -> FloatTensor<Self> {
+        #[derive(Debug)]
+        struct SoftcapCrossEntropy;
+        impl<B: Kernels> Backward<B, 2> for SoftcapCrossEntropy {
+            type State = [FloatTensor<B>; 2];
+            fn backward(self, ops: Ops<Self::State, 2>, grads: &mut Gradients, _: &mut Checkpointer) {
+                let [hidden, weight] = ops.state;
+                binary::<B, _, _>(
+                    ops.parents,
+                    ops.node,
+                    grads,
+                    |grad| portable::scale_by::<B>(hidden, grad),
+                    |grad| portable::scale_by::<B>(weight, grad),
+                );
+            }
+        }
+        let ((hidden, nh), (weight, nw)) = (hidden.into_parts(), weight.into_parts());
+        match SoftcapCrossEntropy.prepare::<C>([nh, nw]).compute_bound().stateful() {
+            OpsKind::Tracked(prep) => {
+                let (loss, gradients) = B::softcap_cross_entropy_gradients(hidden, weight, targets, cap);
+                prep.finish(gradients, loss)
+            }
+            OpsKind::UnTracked(prep) => prep.finish(B::softcap_cross_entropy(hidden, weight, targets, cap)),
+        }
+    }
+}

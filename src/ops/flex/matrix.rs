@@ -1,0 +1,106 @@
+//! Products of strided float32 matrices through the `gemm` crate.
+
+use gemm::Parallelism;
+
+/// A matrix in somebody else's memory: element (r, c) lies at `start[r * row_stride + c * column_stride]`.
+#[derive(Clone, Copy)]
+pub struct Matrix<'a> {
+    elements: &'a [f32],
+    row_stride: usize,
+    column_stride: usize,
+}
+
+impl<'a> Matrix<'a> {
+    /// Rows of contiguous elements, `row_stride` apart.
+    pub fn rows(elements: &'a [f32], row_stride: usize) -> Self {
+        Self { elements, row_stride, column_stride: 1 }
+    }
+
+    /// The same elements with rows and columns exchanged.
+    pub fn transposed(self) -> Self {
+        Self { row_stride: self.column_stride, column_stride: self.row_stride, ..self }
+    }
+
+    fn holds(&self, rows: usize, columns: usize) -> bool {
+        rows == 0
+            || columns == 0
+            || (rows - 1) * self.row_stride + (columns - 1) * self.column_stride < self.elements.len()
+    }
+}
+
+/// A matrix to write: rows of contiguous elements, `row_stride` apart.
+pub struct MatrixMut {
+    start: *mut f32,
+    row_stride: usize,
+}
+
+impl MatrixMut {
+    /// A matrix of `rows` rows in `elements`, which must hold them.
+    pub fn new(elements: &mut [f32], rows: usize, columns: usize, row_stride: usize) -> Self {
+        assert!(
+            rows == 0 || (rows - 1) * row_stride + columns <= elements.len(),
+            "the matrix is larger than its memory"
+        );
+        Self { start: elements.as_mut_ptr(), row_stride }
+    }
+
+    /// A matrix that starts at `start`.
+    ///
+    /// # Safety
+    /// The rows must lie in one allocation, and nothing else may read or write them while this value is used.
+    pub unsafe fn from_raw(start: *mut f32, row_stride: usize) -> Self {
+        Self { start, row_stride }
+    }
+}
+
+/// out = factor·left·right, or out += factor·left·right with `accumulate`. Sizes: left `[m, k]`, right `[k, n]`.
+#[derive(Clone, Copy)]
+pub struct Product {
+    pub m: usize,
+    pub n: usize,
+    pub k: usize,
+    pub factor: f32,
+    pub accumulate: bool,
+    pub parallel: bool,
+}
+
+impl Product {
+    /// A plain product on the calling thread.
+    pub fn new(m: usize, n: usize, k: usize) -> Self {
+        Self { m, n, k, factor: 1.0, accumulate: false, parallel: false }
+    }
+
+    /// Multiplies.
+    ///
+    /// # Panics
+    /// If an operand's memory is smaller than its size.
+    pub fn run(self, out: MatrixMut, left: Matrix, right: Matrix) {
+        let Self { m, n, k, factor, accumulate, parallel } = self;
+        assert!(left.holds(m, k) && right.holds(k, n), "an operand is smaller than [{m}, {k}] x [{k}, {n}]");
+        let parallelism = if parallel { Parallelism::Rayon(0) } else { Parallelism::None };
+        // SAFETY: both operands hold their elements (checked above); `out` holds m rows of n by its constructor.
+        unsafe {
+            gemm::gemm(
+                m,
+                n,
+                k,
+                out.start,
+                1,
+                out.row_stride as isize,
+                accumulate,
+                left.elements.as_ptr(),
+                left.column_stride as isize,
+                left.row_stride as isize,
+                right.elements.as_ptr(),
+                right.column_stride as isize,
+                right.row_stride as isize,
+                1.0,
+                factor,
+                false,
+                false,
+                false,
+                parallelism,
+            );
+        }
+    }
+}

@@ -1,0 +1,145 @@
+//! Bodies for the portable CPU backend: row-wise float32 kernels over slices, parallel over rows or heads.
+//!
+//! Each takes the portable road for tensors that are not float32.
+
+mod attention;
+mod loss;
+mod math;
+mod matrix;
+mod rows;
+
+use super::{AttentionState, FusedOps, Kernels, portable};
+use burn::backend::tensor::{FloatTensor, IntTensor};
+use burn::backend::{Flex, TensorMetadata};
+use burn::tensor::{DType, TensorData};
+
+type Float = FloatTensor<Flex>;
+
+/// Elements that one parallel task should have at least: below, hand-over costs more than it saves.
+const TASK_ELEMENTS: usize = 1 << 14;
+
+fn all_f32(tensors: &[&Float]) -> bool {
+    tensors.iter().all(|x| x.dtype() == DType::F32)
+}
+
+/// The elements of a contiguous float32 tensor in row-major order.
+fn elements(x: &Float) -> &[f32] {
+    x.as_slice::<f32>().expect("a contiguous float32 tensor")
+}
+
+fn tensor(values: Vec<f32>, shape: impl Into<burn::tensor::Shape>) -> Float {
+    Float::from_data(TensorData::new(values, shape))
+}
+
+impl FusedOps for Flex {
+    fn rms_norm(x: Float) -> Float {
+        if !all_f32(&[&x]) {
+            return portable::rms_norm::<Self>(x);
+        }
+        let x = x.to_contiguous();
+        tensor(rows::rms_norm(elements(&x), last_axis(&x)), x.shape())
+    }
+
+    fn rotary(x: Float, cos: Float, sin: Float) -> Float {
+        if !all_f32(&[&x, &cos, &sin]) {
+            return portable::rotary::<Self>(x, cos, sin);
+        }
+        let (x, cos, sin) = (x.to_contiguous(), cos.to_contiguous(), sin.to_contiguous());
+        let shape = x.shape();
+        let values = rows::rotary(elements(&x), elements(&cos), elements(&sin), shape[1], shape[2], shape[3]);
+        tensor(values, shape)
+    }
+
+    fn squared_relu(x: Float) -> Float {
+        if !all_f32(&[&x]) {
+            return portable::squared_relu::<Self>(x);
+        }
+        let x = x.to_contiguous();
+        tensor(rows::squared_relu(elements(&x)), x.shape())
+    }
+
+    fn causal_attention(q: Float, k: Float, v: Float, window: usize) -> Float {
+        Self::attention_forward(q, k, v, window).0
+    }
+
+    fn softcap_cross_entropy(hidden: Float, weight: Float, targets: IntTensor<Self>, cap: f64) -> Float {
+        if !all_f32(&[&hidden, &weight]) {
+            return portable::softcap_cross_entropy::<Self>(hidden, weight, targets, cap);
+        }
+        let (hidden, weight) = (hidden.to_contiguous(), weight.to_contiguous());
+        let targets = indices(targets);
+        let loss = loss::Head::new(elements(&hidden), elements(&weight), &targets, cap as f32).loss();
+        tensor(vec![loss], [1])
+    }
+}
+
+impl Kernels for Flex {
+    fn rms_norm_backward(x: Float, grad: Float) -> Float {
+        if !all_f32(&[&x, &grad]) {
+            return portable::rms_norm_backward::<Self>(x, grad);
+        }
+        let (x, grad) = (x.to_contiguous(), grad.to_contiguous());
+        tensor(rows::rms_norm_backward(elements(&x), elements(&grad), last_axis(&x)), x.shape())
+    }
+
+    fn squared_relu_backward(x: Float, grad: Float) -> Float {
+        if !all_f32(&[&x, &grad]) {
+            return portable::squared_relu_backward::<Self>(x, grad);
+        }
+        let (x, grad) = (x.to_contiguous(), grad.to_contiguous());
+        tensor(rows::squared_relu_backward(elements(&x), elements(&grad)), x.shape())
+    }
+
+    fn attention_forward(q: Float, k: Float, v: Float, window: usize) -> (Float, Float) {
+        if !all_f32(&[&q, &k, &v]) {
+            return portable::attention_forward::<Self>(q, k, v, window);
+        }
+        let (q, k, v) = (q.to_contiguous(), k.to_contiguous(), v.to_contiguous());
+        let sizes = attention::Sizes::new(&q.shape(), &k.shape(), window);
+        let (out, log_sum_exp) = attention::forward(&sizes, elements(&q), elements(&k), elements(&v));
+        (tensor(out, q.shape()), tensor(log_sum_exp, [sizes.b, sizes.h, sizes.t]))
+    }
+
+    fn attention_backward(saved: AttentionState<Self>, grad: Float) -> [Float; 3] {
+        if !all_f32(&[&saved.q, &saved.k, &saved.v, &saved.out, &grad]) {
+            return portable::attention_backward::<Self>(saved, grad);
+        }
+        let [q, k, v, out, log_sum_exp, grad] =
+            [saved.q, saved.k, saved.v, saved.out, saved.log_sum_exp, grad].map(|x| x.to_contiguous());
+        let sizes = attention::Sizes::new(&q.shape(), &k.shape(), saved.window);
+        let saved = attention::Saved {
+            q: elements(&q),
+            k: elements(&k),
+            v: elements(&v),
+            out: elements(&out),
+            log_sum_exp: elements(&log_sum_exp),
+        };
+        let [dq, dk, dv] = attention::backward(&sizes, &saved, elements(&grad));
+        [tensor(dq, q.shape()), tensor(dk, k.shape()), tensor(dv, v.shape())]
+    }
+
+    fn softcap_cross_entropy_gradients(
+        hidden: Float,
+        weight: Float,
+        targets: IntTensor<Self>,
+        cap: f64,
+    ) -> (Float, [Float; 2]) {
+        if !all_f32(&[&hidden, &weight]) {
+            return portable::softcap_cross_entropy_gradients::<Self>(hidden, weight, targets, cap);
+        }
+        let (hidden, weight) = (hidden.to_contiguous(), weight.to_contiguous());
+        let targets = indices(targets);
+        let head = loss::Head::new(elements(&hidden), elements(&weight), &targets, cap as f32);
+        let (loss, dhidden, dweight) = head.loss_and_gradients();
+        (tensor(vec![loss], [1]), [tensor(dhidden, hidden.shape()), tensor(dweight, weight.shape())])
+    }
+}
+
+fn last_axis(x: &Float) -> usize {
+    let shape = x.shape();
+    shape[shape.num_dims() - 1]
+}
+
+fn indices(x: IntTensor<Flex>) -> Vec<usize> {
+    x.into_data().iter::<i64>().map(|i| i as usize).collect()
+}

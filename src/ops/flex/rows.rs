@@ -1,0 +1,102 @@
+//! Normalisation, rotation and activation, row by row.
+
+use super::{TASK_ELEMENTS, math};
+use multiversion::multiversion;
+use rayon::prelude::*;
+
+/// Calls `kernel(first element, out)` for parts of the output that hold whole rows of `row` elements, in parallel.
+fn fill_rows(n: usize, row: usize, kernel: impl Fn(usize, &mut [f32]) + Sync) -> Vec<f32> {
+    let mut out = vec![0f32; n];
+    let part = TASK_ELEMENTS.div_ceil(row) * row;
+    out.par_chunks_mut(part).enumerate().for_each(|(i, out)| kernel(i * part, out));
+    out
+}
+
+/// See [`crate::ops::rms_norm`]; `x` is rows of `c`.
+pub fn rms_norm(x: &[f32], c: usize) -> Vec<f32> {
+    #[multiversion(targets("x86_64+avx512f+avx512vl+avx2+fma", "x86_64+avx2+fma"))]
+    fn kernel(x: &[f32], out: &mut [f32], c: usize) {
+        for (x, out) in x.chunks_exact(c).zip(out.chunks_exact_mut(c)) {
+            let scale = inverse_rms(x);
+            for (out, x) in out.iter_mut().zip(x) {
+                *out = x * scale;
+            }
+        }
+    }
+    fill_rows(x.len(), c, |start, out| kernel(&x[start..start + out.len()], out, c))
+}
+
+/// Gradient of [`rms_norm`] with respect to `x`.
+pub fn rms_norm_backward(x: &[f32], grad: &[f32], c: usize) -> Vec<f32> {
+    #[multiversion(targets("x86_64+avx512f+avx512vl+avx2+fma", "x86_64+avx2+fma"))]
+    fn kernel(x: &[f32], grad: &[f32], out: &mut [f32], c: usize) {
+        for ((x, grad), out) in x.chunks_exact(c).zip(grad.chunks_exact(c)).zip(out.chunks_exact_mut(c)) {
+            let scale = inverse_rms(x);
+            let along = scale * scale * scale * math::sum(c, |i| x[i] * grad[i]) / c as f32;
+            for ((out, x), grad) in out.iter_mut().zip(x).zip(grad) {
+                *out = grad * scale - x * along;
+            }
+        }
+    }
+    fill_rows(x.len(), c, |start, out| {
+        let end = start + out.len();
+        kernel(&x[start..end], &grad[start..end], out, c)
+    })
+}
+
+#[inline(always)]
+fn inverse_rms(x: &[f32]) -> f32 {
+    let mean_square = math::sum(x.len(), |i| x[i] * x[i]) / x.len() as f32;
+    1.0 / (mean_square + f32::EPSILON).sqrt()
+}
+
+/// See [`crate::ops::rotary`]; `x` is `[b, t, h, d]`, `cos` and `sin` `[t, d / 2]`.
+pub fn rotary(x: &[f32], cos: &[f32], sin: &[f32], t: usize, h: usize, d: usize) -> Vec<f32> {
+    #[multiversion(targets("x86_64+avx512f+avx512vl+avx2+fma", "x86_64+avx2+fma"))]
+    fn kernel(x: &[f32], cos: &[f32], sin: &[f32], out: &mut [f32]) {
+        let half = cos.len();
+        for (x, out) in x.chunks_exact(2 * half).zip(out.chunks_exact_mut(2 * half)) {
+            let ((a, b), (first, second)) = (x.split_at(half), out.split_at_mut(half));
+            for i in 0..half {
+                first[i] = a[i] * cos[i] + b[i] * sin[i];
+                second[i] = b[i] * cos[i] - a[i] * sin[i];
+            }
+        }
+    }
+    let half = d / 2;
+    fill_rows(x.len(), h * d, |start, out| {
+        for (offset, out) in out.chunks_exact_mut(h * d).enumerate() {
+            let row = start / (h * d) + offset;
+            let angle = (row % t) * half..(row % t + 1) * half;
+            kernel(&x[row * h * d..(row + 1) * h * d], &cos[angle.clone()], &sin[angle], out);
+        }
+    })
+}
+
+/// max(x, 0)².
+pub fn squared_relu(x: &[f32]) -> Vec<f32> {
+    #[multiversion(targets("x86_64+avx512f+avx512vl+avx2+fma", "x86_64+avx2+fma"))]
+    fn kernel(x: &[f32], out: &mut [f32]) {
+        for (out, &x) in out.iter_mut().zip(x) {
+            // Written so that a NaN stays one.
+            let positive = if x < 0.0 { 0.0 } else { x };
+            *out = positive * positive;
+        }
+    }
+    fill_rows(x.len(), 1, |start, out| kernel(&x[start..start + out.len()], out))
+}
+
+/// Gradient of [`squared_relu`] with respect to `x`.
+pub fn squared_relu_backward(x: &[f32], grad: &[f32]) -> Vec<f32> {
+    #[multiversion(targets("x86_64+avx512f+avx512vl+avx2+fma", "x86_64+avx2+fma"))]
+    fn kernel(x: &[f32], grad: &[f32], out: &mut [f32]) {
+        for ((out, &x), grad) in out.iter_mut().zip(x).zip(grad) {
+            let positive = if x < 0.0 { 0.0 } else { x };
+            *out = 2.0 * positive * grad;
+        }
+    }
+    fill_rows(x.len(), 1, |start, out| {
+        let end = start + out.len();
+        kernel(&x[start..end], &grad[start..end], out)
+    })
+}

@@ -1,0 +1,195 @@
+//! The few operations worth fusing: one differentiable function each for the model to call.
+//!
+//! Every operation has a default body of burn primitives, forward and backward ([`portable`]), right on every backend,
+//! and faster bodies where a backend has them (`flex`: the portable CPU backend). Shape legend: b batch, t time, c channels,
+//! h query heads, g key/value heads, d head dim, v vocabulary, n rows.
+
+mod autodiff;
+#[cfg(feature = "flex")]
+mod flex;
+mod portable;
+
+#[cfg(feature = "tch")]
+use burn::backend::LibTorch;
+use burn::backend::tensor::{FloatTensor, IntTensor};
+use burn::backend::{Backend, Dispatch, backend_extension};
+use burn::tensor::{Int, Tensor};
+
+/// The operations as burn's runtime dispatch sees them; each default body is the portable one.
+#[backend_extension(
+    Flex: cfg(feature = "flex"),
+    LibTorch: cfg(feature = "tch"),
+    Cube: cfg(feature = "wgpu"),
+    Autodiff
+)]
+pub trait FusedOps: Backend {
+    /// See [`rms_norm`].
+    fn rms_norm(x: FloatTensor<Self>) -> FloatTensor<Self> {
+        portable::rms_norm::<Self>(x)
+    }
+
+    /// See [`rotary`].
+    fn rotary(x: FloatTensor<Self>, cos: FloatTensor<Self>, sin: FloatTensor<Self>) -> FloatTensor<Self> {
+        portable::rotary::<Self>(x, cos, sin)
+    }
+
+    /// See [`squared_relu`].
+    fn squared_relu(x: FloatTensor<Self>) -> FloatTensor<Self> {
+        portable::squared_relu::<Self>(x)
+    }
+
+    /// See [`causal_attention`].
+    fn causal_attention(
+        q: FloatTensor<Self>,
+        k: FloatTensor<Self>,
+        v: FloatTensor<Self>,
+        window: usize,
+    ) -> FloatTensor<Self> {
+        portable::attention_forward::<Self>(q, k, v, window).0
+    }
+
+    /// See [`softcap_cross_entropy`].
+    fn softcap_cross_entropy(
+        hidden: FloatTensor<Self>,
+        weight: FloatTensor<Self>,
+        targets: IntTensor<Self>,
+        cap: f64,
+    ) -> FloatTensor<Self> {
+        portable::softcap_cross_entropy::<Self>(hidden, weight, targets, cap)
+    }
+}
+
+/// What a backend supplies for training: the hand-written backward of each operation.
+pub trait Kernels: FusedOps {
+    /// Gradient of [`rms_norm`] with respect to `x`.
+    fn rms_norm_backward(x: FloatTensor<Self>, grad: FloatTensor<Self>) -> FloatTensor<Self> {
+        portable::rms_norm_backward::<Self>(x, grad)
+    }
+
+    /// Gradient of [`squared_relu`] with respect to `x`.
+    fn squared_relu_backward(x: FloatTensor<Self>, grad: FloatTensor<Self>) -> FloatTensor<Self> {
+        portable::squared_relu_backward::<Self>(x, grad)
+    }
+
+    /// [`causal_attention`] and the log-sum-exp of each query's scores `[b, h, t]`.
+    fn attention_forward(
+        q: FloatTensor<Self>,
+        k: FloatTensor<Self>,
+        v: FloatTensor<Self>,
+        window: usize,
+    ) -> (FloatTensor<Self>, FloatTensor<Self>) {
+        portable::attention_forward::<Self>(q, k, v, window)
+    }
+
+    /// Gradients of [`causal_attention`] with respect to `q`, `k` and `v`.
+    fn attention_backward(saved: AttentionState<Self>, grad: FloatTensor<Self>) -> [FloatTensor<Self>; 3] {
+        portable::attention_backward::<Self>(saved, grad)
+    }
+
+    /// [`softcap_cross_entropy`] and its gradients with respect to `hidden` and `weight`, in one pass over the logits.
+    fn softcap_cross_entropy_gradients(
+        hidden: FloatTensor<Self>,
+        weight: FloatTensor<Self>,
+        targets: IntTensor<Self>,
+        cap: f64,
+    ) -> (FloatTensor<Self>, [FloatTensor<Self>; 2]) {
+        portable::softcap_cross_entropy_gradients::<Self>(hidden, weight, targets, cap)
+    }
+}
+
+/// What attention's forward pass leaves for its backward pass.
+#[derive(Clone, Debug)]
+pub struct AttentionState<B: Backend> {
+    q: FloatTensor<B>,
+    k: FloatTensor<B>,
+    v: FloatTensor<B>,
+    out: FloatTensor<B>,
+    log_sum_exp: FloatTensor<B>,
+    window: usize,
+}
+
+#[cfg(feature = "tch")]
+impl FusedOps for LibTorch {}
+#[cfg(feature = "tch")]
+impl Kernels for LibTorch {}
+
+#[cfg(feature = "wgpu")]
+mod cube {
+    //! CubeCL runtimes (wgpu, Vulkan): the portable bodies.
+    use super::{FusedOps, Kernels};
+    use burn::backend::Cube;
+
+    impl FusedOps for Cube {}
+    impl Kernels for Cube {}
+}
+
+/// Parameter-free root-mean-square normalisation over the last axis: x / sqrt(mean(x²) + ε), ε = machine epsilon of x's type.
+///
+/// Source: Zhang & Sennrich 2019, "Root Mean Square Layer Normalization", without the gain.
+///
+/// # Shapes
+/// `x` `[.., c]` to `[.., c]`.
+pub fn rms_norm<const D: usize>(x: Tensor<D>) -> Tensor<D> {
+    Tensor::from_dispatch(Dispatch::rms_norm(x.into_dispatch()))
+}
+
+/// Rotary position embedding: the halves (a, b) of each head become (a·cos + b·sin, b·cos − a·sin).
+///
+/// Source: Su et al. 2021, "RoFormer", in the half-split form with the opposite direction of rotation.
+///
+/// # Shapes
+/// `x` `[b, t, h, d]`, `cos` and `sin` `[t, d / 2]`, to `[b, t, h, d]`.
+///
+/// # Panics
+/// If the shapes differ from these or d is odd.
+pub fn rotary(x: Tensor<4>, cos: Tensor<2>, sin: Tensor<2>) -> Tensor<4> {
+    let [_, t, _, d] = x.dims();
+    assert_eq!(d % 2, 0, "rotary: the head dim must be even, found {d}");
+    assert_eq!(cos.dims(), [t, d / 2], "rotary: cos must be [t, d / 2]");
+    assert_eq!(sin.dims(), [t, d / 2], "rotary: sin must be [t, d / 2]");
+    Tensor::from_dispatch(Dispatch::rotary(x.into_dispatch(), cos.into_dispatch(), sin.into_dispatch()))
+}
+
+/// max(x, 0)², element by element. Source: So et al. 2021, "Primer".
+pub fn squared_relu<const D: usize>(x: Tensor<D>) -> Tensor<D> {
+    Tensor::from_dispatch(Dispatch::squared_relu(x.into_dispatch()))
+}
+
+/// Causal scaled dot-product attention with a sliding window: query i sees the keys i − window ..= i.
+///
+/// Query head j uses key/value head j / (h / g) (grouped-query attention, Ainslie et al. 2023). Scores are scaled by 1/√d
+/// and never exist for all queries at once.
+///
+/// # Shapes
+/// `q` `[b, t, h, d]`, `k` and `v` `[b, t, g, d]`, to `[b, t, h, d]`.
+///
+/// # Panics
+/// If the shapes differ from these or h is not a multiple of g.
+pub fn causal_attention(q: Tensor<4>, k: Tensor<4>, v: Tensor<4>, window: usize) -> Tensor<4> {
+    let [b, t, h, d] = q.dims();
+    let [_, _, g, _] = k.dims();
+    assert_eq!(h % g, 0, "causal_attention: {h} query heads are not a multiple of {g} key/value heads");
+    assert_eq!(k.dims(), [b, t, g, d], "causal_attention: k must match q {:?}", q.dims());
+    assert_eq!(v.dims(), [b, t, g, d], "causal_attention: v must match q {:?}", q.dims());
+    Tensor::from_dispatch(Dispatch::causal_attention(q.into_dispatch(), k.into_dispatch(), v.into_dispatch(), window))
+}
+
+/// Mean cross-entropy in nats of softcapped logits cap·tanh(hidden·weightᵀ / cap), in chunks of rows: the logits of all
+/// rows never exist at once, and the gradients are made in the same pass.
+///
+/// # Shapes
+/// `hidden` `[n, c]`, `weight` `[v, c]`, `targets` `[n]`, to `[1]` in float32.
+///
+/// # Panics
+/// If the shapes differ from these.
+pub fn softcap_cross_entropy(hidden: Tensor<2>, weight: Tensor<2>, targets: Tensor<1, Int>, cap: f64) -> Tensor<1> {
+    let ([n, c], [_, c_weight]) = (hidden.dims(), weight.dims());
+    assert_eq!(c, c_weight, "softcap_cross_entropy: hidden has {c} channels, weight {c_weight}");
+    assert_eq!(targets.dims(), [n], "softcap_cross_entropy: one target a row");
+    Tensor::from_dispatch(Dispatch::softcap_cross_entropy(
+        hidden.into_dispatch(),
+        weight.into_dispatch(),
+        targets.into_dispatch(),
+        cap,
+    ))
+}

@@ -1,0 +1,339 @@
+//! The operations in burn primitives: right on every backend, and what the faster bodies are tested against.
+
+use super::AttentionState;
+use burn::backend::tensor::{BoolTensor, FloatTensor, IntTensor};
+use burn::backend::{Backend, TensorMetadata};
+use burn::tensor::{DType, FloatDType, IndexingUpdateOp, Shape, Slice, TensorData};
+
+/// Queries whose scores exist at once.
+const QUERY_BLOCK: usize = 256;
+/// Rows whose logits exist at once.
+const ROW_CHUNK: usize = 4096;
+/// Score of a key that a query must not see: exp of it is zero, and it survives half precision's range in float32.
+const MASKED_SCORE: f64 = -1e30;
+
+fn float_dtype(dtype: DType) -> FloatDType {
+    dtype.into()
+}
+
+fn to_f32<B: Backend>(x: FloatTensor<B>) -> FloatTensor<B> {
+    if x.dtype() == DType::F32 { x } else { B::float_cast(x, FloatDType::F32) }
+}
+
+fn to_dtype<B: Backend>(x: FloatTensor<B>, dtype: DType) -> FloatTensor<B> {
+    if x.dtype() == dtype { x } else { B::float_cast(x, float_dtype(dtype)) }
+}
+
+/// The machine epsilon of a float type, as PyTorch's `finfo(dtype).eps`.
+pub(super) fn epsilon(dtype: DType) -> f64 {
+    match dtype {
+        DType::F64 => f64::EPSILON,
+        DType::F32 => f32::EPSILON as f64,
+        DType::F16 => 2f64.powi(-10),
+        DType::BF16 => 2f64.powi(-7),
+        other => panic!("epsilon: {other:?} is not a float type of this program"),
+    }
+}
+
+/// 1 / sqrt(mean(x²) + eps) over the last axis, which stays with size 1; `x` in float32.
+fn inverse_rms<B: Backend>(x: FloatTensor<B>, eps: f64) -> FloatTensor<B> {
+    let last = x.shape().num_dims() - 1;
+    let mean_square = B::float_mean_dim(B::float_mul(x.clone(), x), last);
+    B::float_recip(B::float_sqrt(B::float_add_scalar(mean_square, eps.into())))
+}
+
+pub(super) fn rms_norm<B: Backend>(x: FloatTensor<B>) -> FloatTensor<B> {
+    let dtype = x.dtype();
+    let x = to_f32::<B>(x);
+    let scale = inverse_rms::<B>(x.clone(), epsilon(dtype));
+    to_dtype::<B>(B::float_mul(x, scale), dtype)
+}
+
+/// dx = r·g − x·r³·mean(g·x), with r = 1 / sqrt(mean(x²) + ε).
+pub(super) fn rms_norm_backward<B: Backend>(x: FloatTensor<B>, grad: FloatTensor<B>) -> FloatTensor<B> {
+    let dtype = x.dtype();
+    let (x, grad) = (to_f32::<B>(x), to_f32::<B>(grad));
+    let last = x.shape().num_dims() - 1;
+    let scale = inverse_rms::<B>(x.clone(), epsilon(dtype));
+    let cubed = B::float_mul(B::float_mul(scale.clone(), scale.clone()), scale.clone());
+    let mean = B::float_mean_dim(B::float_mul(grad.clone(), x.clone()), last);
+    let along = B::float_mul(x, B::float_mul(cubed, mean));
+    to_dtype::<B>(B::float_sub(B::float_mul(grad, scale), along), dtype)
+}
+
+pub(super) fn rotary<B: Backend>(x: FloatTensor<B>, cos: FloatTensor<B>, sin: FloatTensor<B>) -> FloatTensor<B> {
+    let shape = x.shape();
+    let (t, half) = (shape[1], shape[3] / 2);
+    let angles = Shape::from(vec![1, t, 1, half]);
+    let (cos, sin) = (B::float_reshape(cos, angles.clone()), B::float_reshape(sin, angles));
+    let cos = to_dtype::<B>(cos, x.dtype());
+    let sin = to_dtype::<B>(sin, x.dtype());
+    let a = slice::<B>(x.clone(), 3, 0, half);
+    let b = slice::<B>(x, 3, half, 2 * half);
+    let first = B::float_add(B::float_mul(a.clone(), cos.clone()), B::float_mul(b.clone(), sin.clone()));
+    let second = B::float_sub(B::float_mul(b, cos), B::float_mul(a, sin));
+    B::float_cat(vec![first, second], 3)
+}
+
+pub(super) fn squared_relu<B: Backend>(x: FloatTensor<B>) -> FloatTensor<B> {
+    let positive = B::float_clamp_min(x, 0f64.into());
+    B::float_mul(positive.clone(), positive)
+}
+
+pub(super) fn squared_relu_backward<B: Backend>(x: FloatTensor<B>, grad: FloatTensor<B>) -> FloatTensor<B> {
+    let positive = B::float_clamp_min(x, 0f64.into());
+    B::float_mul(grad, B::float_mul_scalar(positive, 2f64.into()))
+}
+
+/// `x` times a one-element `factor`.
+pub(super) fn scale_by<B: Backend>(x: FloatTensor<B>, factor: FloatTensor<B>) -> FloatTensor<B> {
+    let ones = Shape::from(vec![1; x.shape().num_dims()]);
+    let factor = to_dtype::<B>(B::float_reshape(factor, ones), x.dtype());
+    B::float_mul(x, factor)
+}
+
+/// `x[.., start..end, ..]` along `dim`.
+fn slice<B: Backend>(x: FloatTensor<B>, dim: usize, start: usize, end: usize) -> FloatTensor<B> {
+    B::float_slice(x.clone(), &ranges(&x.shape(), dim, start, end))
+}
+
+fn ranges(shape: &Shape, dim: usize, start: usize, end: usize) -> Vec<Slice> {
+    (0..shape.num_dims())
+        .map(|axis| if axis == dim { Slice::from(start..end) } else { Slice::from(0..shape[axis]) })
+        .collect()
+}
+
+/// The sizes of one attention call and the blocks of queries it is cut into.
+struct Attention {
+    b: usize,
+    t: usize,
+    h: usize,
+    g: usize,
+    d: usize,
+    window: usize,
+}
+
+/// One block: these queries see keys `keys_start..queries_end` only.
+struct Block {
+    queries_start: usize,
+    queries_end: usize,
+    keys_start: usize,
+}
+
+impl Attention {
+    fn new<B: Backend>(q: &FloatTensor<B>, k: &FloatTensor<B>, window: usize) -> Self {
+        let (q, k) = (q.shape(), k.shape());
+        Self { b: q[0], t: q[1], h: q[2], g: k[2], d: q[3], window }
+    }
+
+    fn blocks(&self) -> impl Iterator<Item = Block> {
+        let (t, window) = (self.t, self.window);
+        (0..t).step_by(QUERY_BLOCK).map(move |queries_start| Block {
+            queries_start,
+            queries_end: (queries_start + QUERY_BLOCK).min(t),
+            keys_start: queries_start.saturating_sub(window),
+        })
+    }
+
+    /// [b, t, h, d] to [b, g, h / g, t, d]: the query heads of one key/value head side by side.
+    fn group_heads<B: Backend>(&self, x: FloatTensor<B>) -> FloatTensor<B> {
+        let x = B::float_reshape(x, Shape::from(vec![self.b, self.t, self.g, self.h / self.g, self.d]));
+        B::float_permute(x, &[0, 2, 3, 1, 4])
+    }
+
+    /// The inverse of [`Attention::group_heads`].
+    fn ungroup_heads<B: Backend>(&self, x: FloatTensor<B>) -> FloatTensor<B> {
+        let x = B::float_permute(x, &[0, 3, 1, 2, 4]);
+        B::float_reshape(x, Shape::from(vec![self.b, self.t, self.h, self.d]))
+    }
+
+    /// Merges the heads of a group into rows: [b, g, h / g, rows, d] to [b, g, h / g · rows, d].
+    fn as_rows<B: Backend>(&self, x: FloatTensor<B>) -> FloatTensor<B> {
+        let shape = x.shape();
+        B::float_reshape(x, Shape::from(vec![shape[0], shape[1], shape[2] * shape[3], shape[4]]))
+    }
+
+    /// The inverse of [`Attention::as_rows`] for any last axis.
+    fn as_heads<B: Backend>(&self, x: FloatTensor<B>) -> FloatTensor<B> {
+        let (shape, heads) = (x.shape(), self.h / self.g);
+        B::float_reshape(x, Shape::from(vec![shape[0], shape[1], heads, shape[2] / heads, shape[3]]))
+    }
+
+    /// Scaled, masked scores of a block's queries `[b, g, h / g · rows, d]` in float32.
+    fn scores<B: Backend>(&self, block: &Block, q: FloatTensor<B>, k: FloatTensor<B>) -> FloatTensor<B> {
+        let device = q.device();
+        let scores = to_f32::<B>(B::float_matmul(q, B::float_transpose(k)));
+        let scores = B::float_mul_scalar(scores, (1.0 / (self.d as f64).sqrt()).into());
+        let (rows, keys) = (block.queries_end - block.queries_start, block.queries_end - block.keys_start);
+        let hidden: Vec<bool> = (0..self.h / self.g)
+            .flat_map(|_| block.queries_start..block.queries_end)
+            .flat_map(|i| (block.keys_start..block.queries_end).map(move |j| (i, j)))
+            .map(|(i, j)| j > i || i - j > self.window)
+            .collect();
+        let mask = TensorData::new(hidden, [1, 1, self.h / self.g * rows, keys]);
+        let mask: BoolTensor<B> = B::bool_from_data(mask, &device);
+        let mask = B::bool_expand(mask, scores.shape());
+        B::float_mask_fill(scores, mask, MASKED_SCORE.into())
+    }
+}
+
+/// Output `[b, t, h, d]` and log-sum-exp of the scores `[b, h, t]` in float32.
+pub(super) fn attention_forward<B: Backend>(
+    q: FloatTensor<B>,
+    k: FloatTensor<B>,
+    v: FloatTensor<B>,
+    window: usize,
+) -> (FloatTensor<B>, FloatTensor<B>) {
+    let call = Attention::new::<B>(&q, &k, window);
+    let dtype = q.dtype();
+    let q = call.group_heads::<B>(q); // [b, g, h / g, t, d]
+    let (k, v) = (B::float_permute(k, &[0, 2, 1, 3]), B::float_permute(v, &[0, 2, 1, 3])); // [b, g, t, d]
+    let (mut outputs, mut sums) = (Vec::new(), Vec::new());
+    for block in call.blocks() {
+        let q = call.as_rows::<B>(slice::<B>(q.clone(), 3, block.queries_start, block.queries_end));
+        let k = slice::<B>(k.clone(), 2, block.keys_start, block.queries_end);
+        let v = slice::<B>(v.clone(), 2, block.keys_start, block.queries_end);
+        let scores = call.scores::<B>(&block, q, k);
+        let max = B::float_max_dim(scores.clone(), 3);
+        let weights = B::float_exp(B::float_sub(scores, max.clone()));
+        let sum = B::float_sum_dim(weights.clone(), 3);
+        let weights = to_dtype::<B>(B::float_div(weights, sum.clone()), dtype);
+        outputs.push(call.as_heads::<B>(B::float_matmul(weights, v)));
+        sums.push(call.as_heads::<B>(B::float_add(max, B::float_log(sum))));
+    }
+    let out = call.ungroup_heads::<B>(B::float_cat(outputs, 3));
+    let log_sum_exp = B::float_reshape(B::float_cat(sums, 3), Shape::from(vec![call.b, call.h, call.t]));
+    (out, log_sum_exp)
+}
+
+/// Recomputes each block's attention weights from the log-sum-exp (Dao et al. 2022, "FlashAttention", algorithm 4).
+pub(super) fn attention_backward<B: Backend>(saved: AttentionState<B>, grad: FloatTensor<B>) -> [FloatTensor<B>; 3] {
+    let AttentionState { q, k, v, out, log_sum_exp, window } = saved;
+    let call = Attention::new::<B>(&q, &k, window);
+    let dtype = q.dtype();
+    let scale = 1.0 / (call.d as f64).sqrt();
+    let q = call.group_heads::<B>(q);
+    // delta = sum over d of grad · out, the softmax's own correction.
+    let delta = B::float_sum_dim(B::float_mul(to_f32::<B>(grad.clone()), to_f32::<B>(out)), 3);
+    let delta = B::float_reshape(delta, Shape::from(vec![call.b, call.t, call.g, call.h / call.g, 1]));
+    let delta = B::float_permute(delta, &[0, 2, 3, 1, 4]);
+    let grad = call.group_heads::<B>(grad);
+    let sums = Shape::from(vec![call.b, call.g, call.h / call.g, call.t, 1]);
+    let log_sum_exp = B::float_reshape(log_sum_exp, sums);
+    let (k, v) = (B::float_permute(k, &[0, 2, 1, 3]), B::float_permute(v, &[0, 2, 1, 3]));
+    let device = k.device();
+    let zeros = || B::float_zeros(Shape::from(vec![call.b, call.g, call.t, call.d]), &device, FloatDType::F32);
+    let (mut dq, mut dk, mut dv) = (Vec::new(), zeros(), zeros());
+    for block in call.blocks() {
+        let rows =
+            |x: &FloatTensor<B>| call.as_rows::<B>(slice::<B>(x.clone(), 3, block.queries_start, block.queries_end));
+        let keys = |x: &FloatTensor<B>| slice::<B>(x.clone(), 2, block.keys_start, block.queries_end);
+        let (q, grad) = (rows(&q), rows(&grad));
+        let scores = call.scores::<B>(&block, q.clone(), keys(&k));
+        let weights = B::float_exp(B::float_sub(scores, rows(&log_sum_exp)));
+        let weights_low = to_dtype::<B>(weights.clone(), dtype);
+        let dv_block = B::float_matmul(B::float_transpose(weights_low), grad.clone());
+        let dweights = to_f32::<B>(B::float_matmul(grad, B::float_transpose(keys(&v))));
+        let dscores = B::float_mul(weights, B::float_sub(dweights, rows(&delta)));
+        let dscores = to_dtype::<B>(B::float_mul_scalar(dscores, scale.into()), dtype);
+        dq.push(call.as_heads::<B>(B::float_matmul(dscores.clone(), keys(&k))));
+        let dk_block = B::float_matmul(B::float_transpose(dscores), q);
+        let add = |total: FloatTensor<B>, part: FloatTensor<B>| {
+            let place = ranges(&total.shape(), 2, block.keys_start, block.queries_end);
+            let sum = B::float_add(B::float_slice(total.clone(), &place), to_f32::<B>(part));
+            B::float_slice_assign(total, &place, sum)
+        };
+        dk = add(dk, dk_block);
+        dv = add(dv, dv_block);
+    }
+    let dq = call.ungroup_heads::<B>(B::float_cat(dq, 3));
+    let [dk, dv] = [dk, dv].map(|x| to_dtype::<B>(B::float_permute(x, &[0, 2, 1, 3]), dtype));
+    [dq, dk, dv]
+}
+
+/// One chunk's softcapped logits in float32 and what its loss needs.
+struct ChunkLoss<B: Backend> {
+    /// tanh(logits / cap) `[rows, v]`
+    squashed: FloatTensor<B>,
+    /// log-sum-exp of the capped logits `[rows, 1]`
+    log_sum_exp: FloatTensor<B>,
+    /// sum of the rows' losses `[1]`
+    loss: FloatTensor<B>,
+}
+
+fn chunk_loss<B: Backend>(
+    hidden: FloatTensor<B>,
+    weight: FloatTensor<B>,
+    targets: IntTensor<B>,
+    cap: f64,
+) -> ChunkLoss<B> {
+    let logits = to_f32::<B>(B::float_matmul(hidden, B::float_transpose(weight)));
+    let squashed = B::float_tanh(B::float_div_scalar(logits, cap.into()));
+    let capped = B::float_mul_scalar(squashed.clone(), cap.into());
+    // |capped| ≤ cap: no maximum has to be taken out for the sum to stay in range.
+    let log_sum_exp = B::float_log(B::float_sum_dim(B::float_exp(capped.clone()), 1));
+    let target = B::float_gather(1, capped, targets);
+    let loss = B::float_sum(B::float_sub(log_sum_exp.clone(), target));
+    ChunkLoss { squashed, log_sum_exp, loss }
+}
+
+/// Calls `each(start, end)` for every chunk of rows.
+fn row_chunks(n: usize) -> impl Iterator<Item = (usize, usize)> {
+    (0..n).step_by(ROW_CHUNK).map(move |start| (start, (start + ROW_CHUNK).min(n)))
+}
+
+fn target_column<B: Backend>(targets: &IntTensor<B>, start: usize, end: usize) -> IntTensor<B> {
+    let chunk = B::int_slice(targets.clone(), &[Slice::from(start..end)]);
+    B::int_reshape(chunk, Shape::from(vec![end - start, 1]))
+}
+
+/// Mean loss `[1]`, without gradients.
+pub(super) fn softcap_cross_entropy<B: Backend>(
+    hidden: FloatTensor<B>,
+    weight: FloatTensor<B>,
+    targets: IntTensor<B>,
+    cap: f64,
+) -> FloatTensor<B> {
+    let n = hidden.shape()[0];
+    let weight = to_dtype::<B>(weight, hidden.dtype());
+    let losses = row_chunks(n).map(|(start, end)| {
+        let targets = target_column::<B>(&targets, start, end);
+        chunk_loss::<B>(slice::<B>(hidden.clone(), 0, start, end), weight.clone(), targets, cap).loss
+    });
+    let total = losses.reduce(B::float_add).expect("at least one row");
+    B::float_div_scalar(total, (n as f64).into())
+}
+
+/// Mean loss `[1]` and its gradients with respect to `hidden` and `weight`.
+pub(super) fn softcap_cross_entropy_gradients<B: Backend>(
+    hidden: FloatTensor<B>,
+    weight: FloatTensor<B>,
+    targets: IntTensor<B>,
+    cap: f64,
+) -> (FloatTensor<B>, [FloatTensor<B>; 2]) {
+    let (n, dtype, weight_dtype) = (hidden.shape()[0], hidden.dtype(), weight.dtype());
+    let device = hidden.device();
+    let mut dweight = B::float_zeros(weight.shape(), &device, FloatDType::F32);
+    let weight = to_dtype::<B>(weight, dtype);
+    let (mut losses, mut dhidden) = (Vec::new(), Vec::new());
+    for (start, end) in row_chunks(n) {
+        let hidden = slice::<B>(hidden.clone(), 0, start, end);
+        let targets = target_column::<B>(&targets, start, end);
+        let chunk = chunk_loss::<B>(hidden.clone(), weight.clone(), targets.clone(), cap);
+        losses.push(chunk.loss);
+        let capped = B::float_mul_scalar(chunk.squashed.clone(), cap.into());
+        let probabilities = B::float_exp(B::float_sub(capped, chunk.log_sum_exp));
+        let minus_one = B::float_full(Shape::from(vec![end - start, 1]), (-1f64).into(), &device, FloatDType::F32);
+        let dcapped = B::float_scatter(1, probabilities, targets, minus_one, IndexingUpdateOp::Add);
+        // d tanh(z / cap)·cap / dz = 1 − tanh²
+        let slope = B::float_neg(B::float_mul(chunk.squashed.clone(), chunk.squashed));
+        let slope = B::float_div_scalar(B::float_add_scalar(slope, 1f64.into()), (n as f64).into());
+        let dlogits = to_dtype::<B>(B::float_mul(dcapped, slope), dtype); // [rows, v]
+        dhidden.push(B::float_matmul(dlogits.clone(), weight.clone()));
+        let part = to_f32::<B>(B::float_matmul(B::float_transpose(dlogits), hidden));
+        dweight = B::float_add(dweight, part);
+    }
+    let total = losses.into_iter().reduce(B::float_add).expect("at least one row");
+    let loss = B::float_div_scalar(total, (n as f64).into());
+    (loss, [B::float_cat(dhidden, 0), to_dtype::<B>(dweight, weight_dtype)])
+}
