@@ -1,23 +1,24 @@
 //! Writing files so that a crash leaves the old file or the new one, never a part.
 
-use anyhow::{Context, Result};
+use anyhow::{Result, anyhow};
 use std::io::Write;
 use std::path::Path;
 
-/// Replaces the file at `path` by `bytes`: written to a temporary name in the same folder, synced, then renamed.
+/// Replaces the file at `path` by `bytes`: written to a temporary name in the same folder, synced,
+/// then renamed.
 ///
 /// # Errors
-/// When the folder does not exist or cannot be written; the file that was there before is then untouched and no
-/// temporary file remains.
+/// When the folder does not exist or cannot be written; the file that was there before is then
+/// untouched and no temporary file remains.
 pub fn write_atomically(path: &Path, bytes: &[u8]) -> Result<()> {
     // A bare file name has the empty parent.
     let folder = match path.parent() {
         Some(parent) if !parent.as_os_str().is_empty() => parent,
         _ => Path::new("."),
     };
-    replace(path, folder, bytes).with_context(|| {
-        format!(
-            "{}: cannot write the file (hint: check that the folder exists, is writable and has free space)",
+    replace(path, folder, bytes).map_err(|error| {
+        anyhow!(
+            "{}: cannot write the file ({error}); hint: check that the folder exists, is writable and has free space",
             path.display()
         )
     })
@@ -26,7 +27,8 @@ pub fn write_atomically(path: &Path, bytes: &[u8]) -> Result<()> {
 fn replace(path: &Path, folder: &Path, bytes: &[u8]) -> std::io::Result<()> {
     let mut builder = tempfile::Builder::new();
     builder.prefix(".").suffix(".tmp");
-    // Temporary files are private by default; this one becomes an ordinary file, so the umask alone decides.
+    // Temporary files are private by default; this one becomes an ordinary file, so the umask alone
+    // decides.
     #[cfg(unix)]
     let mode = <std::fs::Permissions as std::os::unix::fs::PermissionsExt>::from_mode(0o666);
     #[cfg(unix)]

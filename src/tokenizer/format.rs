@@ -1,4 +1,5 @@
-//! A tokenizer on disk: the merge ranks in tiktoken's text format, and a JSON header that says what they belong to.
+//! A tokenizer on disk: the merge ranks in tiktoken's text format, and a JSON header that says what
+//! they belong to.
 
 use super::{BYTE_TOKENS, PATTERN, SPECIAL_TOKENS};
 use crate::atomic_file::write_atomically;
@@ -33,9 +34,9 @@ struct AnyHeader {
 
 /// Writes both files into `dir`, which is made if it is not there.
 pub(super) fn save(dir: &Path, ranks: &[Vec<u8>], training_text_sha256: &str) -> Result<()> {
-    std::fs::create_dir_all(dir).with_context(|| {
-        format!(
-            "{}: cannot make the folder (hint: choose another with --cache-dir)",
+    std::fs::create_dir_all(dir).map_err(|error| {
+        anyhow!(
+            "{}: cannot make the folder ({error}); hint: choose another with --cache-dir",
             dir.display()
         )
     })?;
@@ -50,7 +51,8 @@ pub(super) fn save(dir: &Path, ranks: &[Vec<u8>], training_text_sha256: &str) ->
     };
     let mut header = serde_json::to_string_pretty(&header)?;
     header.push('\n');
-    // The header comes last: between the two writes an old header refuses the new ranks by their hash.
+    // The header comes last: between the two writes an old header refuses the new ranks by their
+    // hash.
     write_atomically(&dir.join(RANKS_FILE), text.as_bytes())?;
     write_atomically(&dir.join(HEADER_FILE), header.as_bytes())
 }
@@ -120,7 +122,8 @@ fn parse_json<'t, T: Deserialize<'t>>(text: &'t str) -> Result<T> {
         .map_err(|error| anyhow!("expected a tokenizer header in JSON, found an error: {error}"))
 }
 
-/// Tokens in id order as tiktoken's text format: a line each, the token's bytes in base64, a space, the rank.
+/// Tokens in id order as tiktoken's text format: a line each, the token's bytes in base64, a space,
+/// the rank.
 fn format_tiktoken(ranks: &[Vec<u8>]) -> String {
     let mut text = String::new();
     for (rank, token) in ranks.iter().enumerate() {
@@ -132,12 +135,13 @@ fn format_tiktoken(ranks: &[Vec<u8>]) -> String {
     text
 }
 
-/// Tokens in id order (without the special ones) from tiktoken's text format: a line each, the token's bytes in
-/// base64, a space, the rank.
+/// Tokens in id order (without the special ones) from tiktoken's text format: a line each, the
+/// token's bytes in base64, a space, the rank.
 ///
 /// # Errors
-/// Names the line that is not of that form, or whose rank is not the next one, or whose token was there before; the
-/// first 256 tokens must be the single bytes in order. The caller adds the file's name and a hint.
+/// Names the line that is not of that form, or whose rank is not the next one, or whose token was
+/// there before; the first 256 tokens must be the single bytes in order. The caller adds the file's
+/// name and a hint.
 pub fn parse_tiktoken(text: &str) -> Result<Vec<Vec<u8>>> {
     let mut ranks: Vec<Vec<u8>> = Vec::new();
     let mut seen = FxHashSet::default();
@@ -199,7 +203,8 @@ mod tests {
         ranks
     }
 
-    /// Saves a tokenizer, changes one of its files, and returns the message with which it is refused.
+    /// Saves a tokenizer, changes one of its files, and returns the message with which it is
+    /// refused.
     fn refusal(file: &str, change: impl Fn(String) -> String) -> String {
         let dir = tempfile::tempdir().unwrap();
         save(dir.path(), &ranks(), "0123").unwrap();

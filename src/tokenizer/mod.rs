@@ -1,6 +1,7 @@
 //! Byte-pair encoding: training, encoding and the byte length of every token.
 //!
-//! Ids are the 256 bytes, then the merges in the order in which they were learned, then the special tokens.
+//! Ids are the 256 bytes, then the merges in the order in which they were learned, then the special
+//! tokens.
 
 mod encoding;
 mod format;
@@ -36,18 +37,22 @@ pub struct Tokenizer {
 impl Tokenizer {
     /// Trains on `documents`, in order; `progress` is told (stage, done, total).
     ///
-    /// The stages are `counting pieces` (in characters, of `max_chars`) and `learning merges`. Splitting runs on
-    /// rayon's threads; the text is held a few megabytes at a time.
+    /// The stages are `counting pieces` (in characters, of `max_chars`) and `learning merges`.
+    /// Splitting runs on rayon's threads; the text is held a few megabytes at a time.
     ///
     /// # Errors
-    /// The first error among the documents; a vocabulary without room for a merge; too little text for the vocabulary.
+    /// The first error among the documents; a vocabulary without room for a merge; too little text
+    /// for the vocabulary.
     pub fn train(
         documents: impl Iterator<Item = Result<String>>,
         options: &TrainOptions,
         progress: impl FnMut(&str, u64, u64),
     ) -> Result<Self> {
         let trained = training::train(documents, options, progress)?;
-        Self::new(trained.ranks, trained.training_text_sha256)
+        Ok(Self::from_ranks(
+            trained.ranks,
+            trained.training_text_sha256,
+        ))
     }
 
     /// Writes `tokenizer.tiktoken` and `tokenizer.json` into `dir`.
@@ -61,20 +66,22 @@ impl Tokenizer {
     /// Reads what [`Tokenizer::save`] wrote.
     ///
     /// # Errors
-    /// When a file is missing, damaged, of another format version, pattern or set of special tokens, or when the two do
-    /// not belong together; the message names the file and the reason.
+    /// When a file is missing, damaged, of another format version, pattern or set of special
+    /// tokens, or when the two do not belong together; the message names the file and the reason.
     pub fn load(dir: &Path) -> Result<Self> {
         let (ranks, training_text_sha256) = format::load(dir)?;
-        Self::new(ranks, training_text_sha256)
+        Ok(Self::from_ranks(ranks, training_text_sha256))
     }
 
-    fn new(ranks: Vec<Vec<u8>>, training_text_sha256: String) -> Result<Self> {
-        let encoder = encoding::Encoder::new(&ranks)?;
-        Ok(Self {
+    /// A tokenizer with the tokens `ranks`, as [`parse_tiktoken`] gives them, and the hash of the
+    /// text from which they come.
+    pub fn from_ranks(ranks: Vec<Vec<u8>>, training_text_sha256: String) -> Self {
+        let encoder = encoding::Encoder::new(&ranks);
+        Self {
             ranks,
             training_text_sha256,
             encoder,
-        })
+        }
     }
 
     /// Token ids of `text`; special tokens in the text are plain text.
@@ -119,8 +126,8 @@ impl Tokenizer {
         &self.ranks
     }
 
-    /// SHA-256 of the text this was trained on, in hexadecimal: over each document's length in bytes (8 little-endian
-    /// bytes) and its text as it was cut.
+    /// SHA-256 of the text this was trained on, in hexadecimal: over each document's length in
+    /// bytes (8 little-endian bytes) and its text as it was cut.
     pub fn training_text_sha256(&self) -> &str {
         &self.training_text_sha256
     }
@@ -297,7 +304,7 @@ mod tests {
             return;
         };
         let text = std::fs::read_to_string(golden.join("tokenizer-8192.tiktoken")).unwrap();
-        let tokenizer = Tokenizer::new(parse_tiktoken(&text).unwrap(), String::new()).unwrap();
+        let tokenizer = Tokenizer::from_ranks(parse_tiktoken(&text).unwrap(), String::new());
         let reference = plain_tiktoken(&tokenizer);
         let documents: Vec<String> = documents(&corpus).map(Result::unwrap).collect();
         assert!(!documents.is_empty());

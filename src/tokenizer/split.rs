@@ -8,8 +8,9 @@ pub const PATTERN: &str = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N
 
 /// [`PATTERN`] as an anchored expression without backtracking, so that it runs in linear time.
 ///
-/// The possessive quantifiers may go: what follows each cannot start with a character of its class, so giving
-/// characters back never helps. `\s+(?!\S)|\s+` becomes `\s+`, which [`piece_end`] corrects.
+/// The possessive quantifiers may go: what follows each cannot start with a character of its class,
+/// so giving characters back never helps. `\s+(?!\S)|\s+` becomes `\s+`, which [`piece_end`]
+/// corrects.
 static ANCHORED: LazyLock<Regex> = LazyLock::new(|| {
     Regex::new(r"^(?:'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,2}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]|\s+)")
         .expect("the split expression is constant")
@@ -38,9 +39,9 @@ fn piece_end(expression: &Regex, rest: &str) -> usize {
         .find(rest)
         .expect("every character starts some alternative")
         .end();
-    // White space before a word leaves its last character to that word: this is what `\s+(?!\S)` says. Only the
-    // alternative `\s+` ends in white space other than a line break, and it takes the whole run, so that what follows
-    // is the end of the text or not white space.
+    // White space before a word leaves its last character to that word: this is what `\s+(?!\S)`
+    // says. Only the alternative `\s+` ends in white space other than a line break, and it takes
+    // the whole run, so that what follows is the end of the text or not white space.
     if end < rest.len()
         && let Some(last) = rest[..end].chars().next_back()
         && last.is_whitespace()
@@ -64,7 +65,8 @@ mod tests {
         pieces
     }
 
-    /// The pieces by the regular-expression engine that `tiktoken-rs` uses, from the pattern as it is written.
+    /// The pieces by the regular-expression engine that `tiktoken-rs` uses, from the pattern as it
+    /// is written.
     fn reference_pieces<'t>(pattern: &fancy_regex::Regex, text: &'t str) -> Vec<&'t str> {
         pattern
             .find_iter(text)
@@ -76,8 +78,8 @@ mod tests {
     fn pieces_equal_those_of_the_pattern_on_random_text() {
         let pattern = fancy_regex::Regex::new(PATTERN).unwrap();
         let mut random = StdRng::seed_from_u64(1);
-        // Characters on which the alternatives turn: cases, white space of every kind, marks, digits of other
-        // scripts, the long s (which `(?i:s)` matches).
+        // Characters on which the alternatives turn: cases, white space of every kind, marks,
+        // digits of other scripts, the long s (which `(?i:s)` matches).
         let telling: Vec<char> =
             "''sSdDmMtTlLvVeErRſKaé好ש\u{301}\u{200d}١²Ⅷ0179 \u{a0}\u{3000}\u{2028}\u{85}\t\u{b}\u{c}\u{1c}\r\n\r\n   .,<|_🦀"
                 .chars()

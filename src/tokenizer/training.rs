@@ -1,8 +1,9 @@
-//! Learning the merges: count the distinct pieces of the text, then merge the most frequent pair until the vocabulary
-//! is full.
+//! Learning the merges: count the distinct pieces of the text, then merge the most frequent pair
+//! until the vocabulary is full.
 //!
-//! Counts are kept exact by updating only the pieces that a merge changes (Sennrich et al. 2016, "Neural Machine
-//! Translation of Rare Words with Subword Units", algorithm 1 with its suggested index).
+//! Counts are kept exact by updating only the pieces that a merge changes (Sennrich et al. 2016,
+//! "Neural Machine Translation of Rare Words with Subword Units", algorithm 1 with its suggested
+//! index).
 
 use super::split::for_each_piece;
 use super::{BYTE_TOKENS, SPECIAL_TOKENS};
@@ -26,7 +27,8 @@ pub struct TrainOptions {
     pub doc_cap_chars: usize,
 }
 
-/// What training finds: the tokens in id order without the special ones, and the hash of the text they came from.
+/// What training finds: the tokens in id order without the special ones, and the hash of the text
+/// they came from.
 pub(super) struct Trained {
     pub(super) ranks: Vec<Vec<u8>>,
     pub(super) training_text_sha256: String,
@@ -74,8 +76,8 @@ pub(super) fn train(
     })
 }
 
-/// How often each distinct piece occurs, and the SHA-256 of the documents read: for each its length in bytes (as 8
-/// little-endian bytes) and its text, after the cut.
+/// How often each distinct piece occurs, and the SHA-256 of the documents read: for each its length
+/// in bytes (as 8 little-endian bytes) and its text, after the cut.
 fn count_pieces(
     documents: impl Iterator<Item = Result<String>>,
     options: &TrainOptions,
@@ -83,7 +85,8 @@ fn count_pieces(
 ) -> Result<(FxHashMap<Box<str>, u64>, String)> {
     let mut hash = Sha256::new();
     let mut documents = documents.fuse();
-    // One table a thread, kept from batch to batch: merging them after each batch would cost as much as counting.
+    // One table a thread, kept from batch to batch: merging them after each batch would cost as
+    // much as counting.
     let mut tables: Vec<FxHashMap<Box<str>, u64>> =
         vec![FxHashMap::default(); rayon::current_num_threads()];
     let mut chars = 0;
@@ -145,6 +148,8 @@ fn cut(document: &mut String, cap: usize) -> usize {
         .nth(cap)
         .map_or(document.len(), |(place, _)| place);
     document.truncate(end);
+    // The memory of what was cut off would count against no bound.
+    document.shrink_to_fit();
     cap
 }
 
@@ -210,8 +215,8 @@ impl Merger {
         while merges.len() < wanted
             && let Some((count, Reverse(pair))) = queue.pop()
         {
-            // Counts in the queue may be out of date, but only too high: a pair gains occurrences only in the merge
-            // that makes its newer token, before it is queued.
+            // Counts in the queue may be out of date, but only too high: a pair gains occurrences
+            // only in the merge that makes its newer token, before it is queued.
             let current = self.pairs[&pair].count;
             if current != count {
                 if current > 0 {
@@ -245,7 +250,8 @@ impl Merger {
             let count = word.count;
             let tokens = &mut self.tokens[word.start..word.start + word.length];
             word.length = merge_in_word(tokens, pair, token, |change| match change {
-                // Overlapping occurrences of the merged pair itself ("aaa") went with the count above.
+                // Overlapping occurrences of the merged pair itself ("aaa") went with the count
+                // above.
                 Change::Lost(lost) if lost == pair => {}
                 Change::Lost(lost) => {
                     if let Some(found) = self.pairs.get_mut(&lost) {
@@ -281,7 +287,8 @@ enum Change {
     Made(Pair),
 }
 
-/// Replaces `pair` by `token` in `tokens`, from left to right, and returns the new length; what lies behind it is stale.
+/// Replaces `pair` by `token` in `tokens`, from left to right, and returns the new length; what
+/// lies behind it is stale.
 fn merge_in_word(
     tokens: &mut [u32],
     pair: Pair,
@@ -407,7 +414,8 @@ mod tests {
             max_chars: 6,
             doc_cap_chars: 4,
         };
-        // 4 of 5 characters, then 2, which reaches 6; the rest is not read, or its error would show.
+        // 4 of 5 characters, then 2, which reaches 6; the rest is not read, or its error would
+        // show.
         let documents = ["éééxx", "éé"].map(|text| Ok(text.to_string()));
         let unread = std::iter::once_with(|| bail!("read too far"));
         let got = train(documents.into_iter().chain(unread), &limited, |_, _, _| {}).unwrap();
