@@ -66,10 +66,7 @@ mod tests {
         std::fs::create_dir(&path).unwrap();
         std::fs::write(path.join("inside"), b"kept").unwrap();
         let message = format!("{:#}", write_atomically(&path, b"new").unwrap_err());
-        assert!(
-            message.contains("taken") && message.contains("hint"),
-            "{message}"
-        );
+        assert!(message.contains("taken") && message.contains("hint"), "{message}");
         assert_eq!(std::fs::read(path.join("inside")).unwrap(), b"kept");
         assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 1);
     }
@@ -82,8 +79,7 @@ mod tests {
         let [ours, ordinary] = ["ours", "ordinary"].map(|name| folder.path().join(name));
         write_atomically(&ours, b"").unwrap();
         std::fs::write(&ordinary, b"").unwrap();
-        let [ours, ordinary] =
-            [ours, ordinary].map(|path| path.metadata().unwrap().permissions().mode());
+        let [ours, ordinary] = [ours, ordinary].map(|path| path.metadata().unwrap().permissions().mode());
         assert_eq!(ours, ordinary);
     }
 }

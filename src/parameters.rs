@@ -80,7 +80,11 @@ pub fn with_values<M: Module>(module: M, values: BTreeMap<String, Tensor<1>>) ->
             let Some(value) = self.values.remove(&self.path.join(".")) else { return param };
             param.map(|old| {
                 let value = value.reshape(old.dims());
-                if old.is_autodiff() { Tensor::from_inner(value).set_require_grad(old.is_require_grad()) } else { value }
+                if old.is_autodiff() {
+                    Tensor::from_inner(value).set_require_grad(old.is_require_grad())
+                } else {
+                    value
+                }
             })
         }
         fn enter_module(&mut self, name: &str, _: &str) {

@@ -35,10 +35,7 @@ struct AnyHeader {
 /// Writes both files into `dir`, which is made if it is not there.
 pub(super) fn save(dir: &Path, ranks: &[Vec<u8>], training_text_sha256: &str) -> Result<()> {
     std::fs::create_dir_all(dir).map_err(|error| {
-        anyhow!(
-            "{}: cannot make the folder ({error}); hint: choose another with --cache-dir",
-            dir.display()
-        )
+        anyhow!("{}: cannot make the folder ({error}); hint: choose another with --cache-dir", dir.display())
     })?;
     let text = format_tiktoken(ranks);
     let header = Header {
@@ -85,30 +82,18 @@ pub(super) fn load(dir: &Path) -> Result<(Vec<Vec<u8>>, String)> {
 fn read<T>(path: &Path, parse: impl FnOnce(&str) -> Result<T>) -> Result<T> {
     std::fs::read(path)
         .map_err(|error| anyhow!("expected a tokenizer file, cannot read it ({error})"))
-        .and_then(|bytes| {
-            parse(std::str::from_utf8(&bytes).context("expected UTF-8 text, found other bytes")?)
-        })
+        .and_then(|bytes| parse(std::str::from_utf8(&bytes).context("expected UTF-8 text, found other bytes")?))
         .map_err(|reason| {
-            anyhow!(
-                "{}: {reason}; hint: train the tokenizer again with `autoresearch prepare`",
-                path.display()
-            )
+            anyhow!("{}: {reason}; hint: train the tokenizer again with `autoresearch prepare`", path.display())
         })
 }
 
 fn parse_header(text: &str) -> Result<Header> {
     // The version alone first: another version may have other fields.
     let AnyHeader { format_version } = parse_json(text)?;
-    ensure!(
-        format_version == FORMAT_VERSION,
-        "expected format version {FORMAT_VERSION}, found {format_version}"
-    );
+    ensure!(format_version == FORMAT_VERSION, "expected format version {FORMAT_VERSION}, found {format_version}");
     let header: Header = parse_json(text)?;
-    ensure!(
-        header.pattern == PATTERN,
-        "expected the split pattern {PATTERN:?}, found {:?}",
-        header.pattern
-    );
+    ensure!(header.pattern == PATTERN, "expected the split pattern {PATTERN:?}, found {:?}", header.pattern);
     ensure!(
         header.special_tokens == SPECIAL_TOKENS,
         "expected the special tokens {SPECIAL_TOKENS:?}, found {:?}",
@@ -118,8 +103,7 @@ fn parse_header(text: &str) -> Result<Header> {
 }
 
 fn parse_json<'t, T: Deserialize<'t>>(text: &'t str) -> Result<T> {
-    serde_json::from_str(text)
-        .map_err(|error| anyhow!("expected a tokenizer header in JSON, found an error: {error}"))
+    serde_json::from_str(text).map_err(|error| anyhow!("expected a tokenizer header in JSON, found an error: {error}"))
 }
 
 /// Tokens in id order as tiktoken's text format: a line each, the token's bytes in base64, a space,
@@ -146,17 +130,14 @@ pub fn parse_tiktoken(text: &str) -> Result<Vec<Vec<u8>>> {
     let mut ranks: Vec<Vec<u8>> = Vec::new();
     let mut seen = FxHashSet::default();
     for (line, number) in text.lines().zip(1..) {
-        let (token, rank) = line.split_once(' ').ok_or_else(|| {
-            anyhow!("line {number}: expected base64, a space and a rank, found {line:?}")
-        })?;
-        let token = BASE64_STANDARD.decode(token).map_err(|error| {
-            anyhow!("line {number}: expected a token in base64, found {token:?} ({error})")
-        })?;
+        let (token, rank) = line
+            .split_once(' ')
+            .ok_or_else(|| anyhow!("line {number}: expected base64, a space and a rank, found {line:?}"))?;
+        let token = BASE64_STANDARD
+            .decode(token)
+            .map_err(|error| anyhow!("line {number}: expected a token in base64, found {token:?} ({error})"))?;
         let next = ranks.len();
-        ensure!(
-            rank.parse() == Ok(next),
-            "line {number}: expected rank {next}, found {rank:?}"
-        );
+        ensure!(rank.parse() == Ok(next), "line {number}: expected rank {next}, found {rank:?}");
         match u8::try_from(next) {
             Ok(byte) => ensure!(
                 token == [byte],
@@ -215,10 +196,7 @@ mod tests {
         std::fs::write(&path, after).unwrap();
         let message = format!("{:#}", load(dir.path()).unwrap_err());
         assert!(message.contains(path.to_str().unwrap()), "{message}");
-        assert!(
-            message.contains("; hint: ") && !message.contains('\n'),
-            "{message}"
-        );
+        assert!(message.contains("; hint: ") && !message.contains('\n'), "{message}");
         message
     }
 
@@ -238,34 +216,16 @@ mod tests {
     #[test]
     fn damaged_ranks_are_refused_with_the_reason() {
         let file = RANKS_FILE;
-        assert_refused(file, "expected 258 ranks", |text| {
-            text.lines().take(257).map(|l| format!("{l}\n")).collect()
-        });
-        assert_refused(file, "cut short", |text| {
-            text.lines().take(9).map(|l| format!("{l}\n")).collect()
-        });
+        assert_refused(file, "expected 258 ranks", |text| text.lines().take(257).map(|l| format!("{l}\n")).collect());
+        assert_refused(file, "cut short", |text| text.lines().take(9).map(|l| format!("{l}\n")).collect());
         assert_refused(file, "cut short", |_| String::new());
-        assert_refused(file, "line 258: expected base64, a space", |text| {
-            text[..text.len() - 5].into()
-        });
-        assert_refused(file, "line 258: expected rank 257, found \"25\"", |text| {
-            text[..text.len() - 2].into()
-        });
-        assert_refused(file, "line 1: expected a token in base64", |text| {
-            text.replacen('A', "*", 1)
-        });
-        assert_refused(file, "line 257: expected rank 256, found \"300\"", |text| {
-            text.replace(" 256\n", " 300\n")
-        });
-        assert_refused(file, "line 66: expected the single byte 65", |text| {
-            text.replace("QQ== 65", "YWI= 65")
-        });
-        assert_refused(file, "line 258: expected a new token", |text| {
-            text.replace("YWJj 257", "YWI= 257")
-        });
-        assert_refused(file, "line 258: expected a merged token", |text| {
-            text.replace("YWJj 257", "QQ== 257")
-        });
+        assert_refused(file, "line 258: expected base64, a space", |text| text[..text.len() - 5].into());
+        assert_refused(file, "line 258: expected rank 257, found \"25\"", |text| text[..text.len() - 2].into());
+        assert_refused(file, "line 1: expected a token in base64", |text| text.replacen('A', "*", 1));
+        assert_refused(file, "line 257: expected rank 256, found \"300\"", |text| text.replace(" 256\n", " 300\n"));
+        assert_refused(file, "line 66: expected the single byte 65", |text| text.replace("QQ== 65", "YWI= 65"));
+        assert_refused(file, "line 258: expected a new token", |text| text.replace("YWJj 257", "YWI= 257"));
+        assert_refused(file, "line 258: expected a merged token", |text| text.replace("YWJj 257", "QQ== 257"));
         assert_refused(file, "SHA-256", |text| text.replace("YWJj 257", "YWJk 257"));
     }
 
@@ -273,49 +233,29 @@ mod tests {
     fn a_mismatched_header_is_refused_with_the_reason() {
         let file = HEADER_FILE;
         assert_refused(file, "expected format version 1, found 2", |text| {
-            text.replace(
-                "\"format_version\": 1",
-                "\"format_version\": 2, \"later_field\": true",
-            )
+            text.replace("\"format_version\": 1", "\"format_version\": 2, \"later_field\": true")
         });
         assert_refused(file, "split pattern", |text| text.replace("{1,2}", "{1,3}"));
-        assert_refused(file, "special tokens", |text| {
-            text.replace("reserved_3", "reserved_4")
-        });
+        assert_refused(file, "special tokens", |text| text.replace("reserved_3", "reserved_4"));
         assert_refused(file, "JSON", |text| text[..40].into());
-        assert_refused(file, "unknown field", |text| {
-            text.replacen('{', "{\"extra\": 1,", 1)
-        });
+        assert_refused(file, "unknown field", |text| text.replacen('{', "{\"extra\": 1,", 1));
         let other_size = |text: String| text.replace("\"vocab_size\": 262", "\"vocab_size\": 8192");
         let dir = tempfile::tempdir().unwrap();
         save(dir.path(), &ranks(), "0123").unwrap();
         let header = dir.path().join(file);
-        std::fs::write(
-            &header,
-            other_size(std::fs::read_to_string(&header).unwrap()),
-        )
-        .unwrap();
+        std::fs::write(&header, other_size(std::fs::read_to_string(&header).unwrap())).unwrap();
         let message = load(dir.path()).unwrap_err().to_string();
-        assert!(
-            message.contains(RANKS_FILE) && message.contains("8192 in tokenizer.json"),
-            "{message}"
-        );
+        assert!(message.contains(RANKS_FILE) && message.contains("8192 in tokenizer.json"), "{message}");
     }
 
     #[test]
     fn a_missing_or_binary_file_is_refused() {
         let dir = tempfile::tempdir().unwrap();
         let message = load(dir.path()).unwrap_err().to_string();
-        assert!(
-            message.contains(HEADER_FILE) && message.contains("hint"),
-            "{message}"
-        );
+        assert!(message.contains(HEADER_FILE) && message.contains("hint"), "{message}");
         save(dir.path(), &ranks(), "0123").unwrap();
         std::fs::write(dir.path().join(RANKS_FILE), [0xff, 0xfe]).unwrap();
         let message = load(dir.path()).unwrap_err().to_string();
-        assert!(
-            message.contains(RANKS_FILE) && message.contains("UTF-8"),
-            "{message}"
-        );
+        assert!(message.contains(RANKS_FILE) && message.contains("UTF-8"), "{message}");
     }
 }

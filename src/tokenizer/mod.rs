@@ -17,12 +17,7 @@ use std::fmt;
 use std::path::Path;
 
 /// The special tokens in id order; the first starts every document.
-pub const SPECIAL_TOKENS: [&str; 4] = [
-    "<|reserved_0|>",
-    "<|reserved_1|>",
-    "<|reserved_2|>",
-    "<|reserved_3|>",
-];
+pub const SPECIAL_TOKENS: [&str; 4] = ["<|reserved_0|>", "<|reserved_1|>", "<|reserved_2|>", "<|reserved_3|>"];
 
 /// Number of tokens that are single bytes.
 const BYTE_TOKENS: usize = 256;
@@ -49,10 +44,7 @@ impl Tokenizer {
         progress: impl FnMut(&str, u64, u64),
     ) -> Result<Self> {
         let trained = training::train(documents, options, progress)?;
-        Ok(Self::from_ranks(
-            trained.ranks,
-            trained.training_text_sha256,
-        ))
+        Ok(Self::from_ranks(trained.ranks, trained.training_text_sha256))
     }
 
     /// Writes `tokenizer.tiktoken` and `tokenizer.json` into `dir`.
@@ -77,11 +69,7 @@ impl Tokenizer {
     /// text from which they come.
     pub fn from_ranks(ranks: Vec<Vec<u8>>, training_text_sha256: String) -> Self {
         let encoder = encoding::Encoder::new(&ranks);
-        Self {
-            ranks,
-            training_text_sha256,
-            encoder,
-        }
+        Self { ranks, training_text_sha256, encoder }
     }
 
     /// Token ids of `text`; special tokens in the text are plain text.
@@ -101,10 +89,7 @@ impl Tokenizer {
                 Some(token) => bytes.extend_from_slice(token),
                 None => match SPECIAL_TOKENS.get(index - self.ranks.len()) {
                     Some(special) => bytes.extend_from_slice(special.as_bytes()),
-                    None => panic!(
-                        "token id {id} is outside the vocabulary of {}",
-                        self.vocab_size()
-                    ),
+                    None => panic!("token id {id} is outside the vocabulary of {}", self.vocab_size()),
                 },
             }
         }
@@ -145,11 +130,7 @@ impl Tokenizer {
     /// `length` of every token, then 0 for the special ones.
     fn lengths(&self, length: impl Fn(&[u8]) -> usize) -> Vec<u32> {
         let special = SPECIAL_TOKENS.iter().map(|_| 0);
-        self.ranks
-            .iter()
-            .map(|token| length(token) as u32)
-            .chain(special)
-            .collect()
+        self.ranks.iter().map(|token| length(token) as u32).chain(special).collect()
     }
 }
 
@@ -205,43 +186,24 @@ mod tests {
     fn golden_folders(test: &str) -> Option<(PathBuf, PathBuf)> {
         let [golden, corpus] = ["AUTORESEARCH_GOLDEN", "AUTORESEARCH_CORPUS"].map(std::env::var_os);
         if golden.is_none() || corpus.is_none() {
-            println!(
-                "left out: {test} (AUTORESEARCH_GOLDEN and AUTORESEARCH_CORPUS are not both set)"
-            );
+            println!("left out: {test} (AUTORESEARCH_GOLDEN and AUTORESEARCH_CORPUS are not both set)");
         }
         Some((golden?.into(), corpus?.into()))
     }
 
     fn documents(corpus: &Path) -> impl Iterator<Item = Result<String>> {
-        TRAINING_SHARDS
-            .map(|name| corpus.join(name).with_extension("parquet"))
-            .into_iter()
-            .flat_map(|shard| {
-                let reader =
-                    SerializedFileReader::new(std::fs::File::open(shard).unwrap()).unwrap();
-                let names = reader
-                    .metadata()
-                    .file_metadata()
-                    .schema()
-                    .get_fields()
-                    .to_vec();
-                let text = names
-                    .iter()
-                    .position(|field| field.name() == "text")
-                    .unwrap();
-                let rows: Vec<_> = reader.get_row_iter(None).unwrap().collect();
-                rows.into_iter()
-                    .map(move |row| Ok(row?.get_string(text)?.clone()))
-            })
+        TRAINING_SHARDS.map(|name| corpus.join(name).with_extension("parquet")).into_iter().flat_map(|shard| {
+            let reader = SerializedFileReader::new(std::fs::File::open(shard).unwrap()).unwrap();
+            let names = reader.metadata().file_metadata().schema().get_fields().to_vec();
+            let text = names.iter().position(|field| field.name() == "text").unwrap();
+            let rows: Vec<_> = reader.get_row_iter(None).unwrap().collect();
+            rows.into_iter().map(move |row| Ok(row?.get_string(text)?.clone()))
+        })
     }
 
     fn sample() -> Tokenizer {
         let text = "the cat sat on the mat, the cat's hat is on the mat ééé ".repeat(3);
-        let options = TrainOptions {
-            vocab_size: 280,
-            max_chars: usize::MAX,
-            doc_cap_chars: usize::MAX,
-        };
+        let options = TrainOptions { vocab_size: 280, max_chars: usize::MAX, doc_cap_chars: usize::MAX };
         Tokenizer::train(std::iter::once(Ok(text)), &options, |_, _, _| {}).unwrap()
     }
 
@@ -255,9 +217,7 @@ mod tests {
         let Some((golden, corpus)) = golden_folders(name) else {
             return;
         };
-        let file = |extension| {
-            std::fs::read_to_string(golden.join(name).with_extension(extension)).unwrap()
-        };
+        let file = |extension| std::fs::read_to_string(golden.join(name).with_extension(extension)).unwrap();
         let expected: Golden = serde_json::from_str(&file("json")).unwrap();
         assert_eq!(expected.pattern, PATTERN);
         assert_eq!(expected.special_tokens, SPECIAL_TOKENS);
@@ -268,19 +228,13 @@ mod tests {
         };
         let tokenizer = Tokenizer::train(documents(&corpus), &options, |_, _, _| {}).unwrap();
         let ranks = parse_tiktoken(&file("tiktoken")).unwrap();
-        let first_other = ranks
-            .iter()
-            .zip(tokenizer.ranks())
-            .position(|(golden, ours)| golden != ours);
+        let first_other = ranks.iter().zip(tokenizer.ranks()).position(|(golden, ours)| golden != ours);
         assert_eq!(first_other, None, "rank of the first token that differs");
         assert_eq!(ranks.len(), tokenizer.ranks().len());
         assert_eq!(tokenizer.bos_id(), expected.bos_id);
         assert_eq!(tokenizer.vocab_size(), expected.vocab_size);
         assert_eq!(tokenizer.byte_lengths(), expected.token_bytes_true);
-        assert_eq!(
-            tokenizer.upstream_byte_lengths(),
-            expected.token_bytes_upstream
-        );
+        assert_eq!(tokenizer.upstream_byte_lengths(), expected.token_bytes_upstream);
         assert!(!expected.encode_cases.is_empty());
         for case in expected.encode_cases {
             assert_eq!(tokenizer.encode(&case.text), case.ids, "{:?}", case.text);
@@ -310,10 +264,7 @@ mod tests {
         assert!(!documents.is_empty());
         // Every fourth keeps this short.
         for document in documents.iter().step_by(4) {
-            assert_eq!(
-                tokenizer.encode(document),
-                reference.encode_ordinary(document)
-            );
+            assert_eq!(tokenizer.encode(document), reference.encode_ordinary(document));
         }
     }
 
@@ -327,9 +278,7 @@ mod tests {
             // Pieces of a hundred bytes and more take another way through tiktoken.
             let length = random.random_range(0..300);
             let kinds = random.random_range(1..=letters.len());
-            let text: String = (0..length)
-                .map(|_| letters[random.random_range(0..kinds)])
-                .collect();
+            let text: String = (0..length).map(|_| letters[random.random_range(0..kinds)]).collect();
             let ids = tokenizer.encode(&text);
             assert_eq!(ids, reference.encode_ordinary(&text), "{text:?}");
             assert_eq!(tokenizer.decode(&ids), text);
@@ -354,16 +303,9 @@ mod tests {
         assert_eq!((own[0x80], upstream[0x80]), (1, 3));
         assert_eq!((own[b'a' as usize], upstream[b'a' as usize]), (1, 1));
         assert_eq!(own.len(), tokenizer.vocab_size());
-        assert!(
-            own[..tokenizer.ranks().len()]
-                .iter()
-                .all(|&bytes| bytes > 0)
-        );
+        assert!(own[..tokenizer.ranks().len()].iter().all(|&bytes| bytes > 0));
         assert_eq!(own[tokenizer.ranks().len()..], [0; SPECIAL_TOKENS.len()]);
-        assert_eq!(
-            upstream[tokenizer.ranks().len()..],
-            [0; SPECIAL_TOKENS.len()]
-        );
+        assert_eq!(upstream[tokenizer.ranks().len()..], [0; SPECIAL_TOKENS.len()]);
     }
 
     #[test]
@@ -374,10 +316,7 @@ mod tests {
         let loaded = Tokenizer::load(dir.path()).unwrap();
         assert_eq!(loaded.ranks(), saved.ranks());
         assert_eq!(loaded.training_text_sha256(), saved.training_text_sha256());
-        assert_eq!(
-            loaded.encode("the cat's mat"),
-            saved.encode("the cat's mat")
-        );
+        assert_eq!(loaded.encode("the cat's mat"), saved.encode("the cat's mat"));
     }
 
     #[test]

@@ -4,7 +4,8 @@ use regex::Regex;
 use std::sync::LazyLock;
 
 /// The split pattern, as `tiktoken` and the tokenizer's header spell it.
-pub const PATTERN: &str = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,2}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+";
+pub const PATTERN: &str =
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,2}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+";
 
 /// [`PATTERN`] as an anchored expression without backtracking, so that it runs in linear time.
 ///
@@ -12,8 +13,10 @@ pub const PATTERN: &str = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N
 /// so giving characters back never helps. `\s+(?!\S)|\s+` becomes `\s+`, which [`piece_end`]
 /// corrects.
 static ANCHORED: LazyLock<Regex> = LazyLock::new(|| {
-    Regex::new(r"^(?:'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,2}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]|\s+)")
-        .expect("the split expression is constant")
+    Regex::new(
+        r"^(?:'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,2}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]|\s+)",
+    )
+    .expect("the split expression is constant")
 });
 
 thread_local! {
@@ -35,10 +38,7 @@ pub fn for_each_piece<'t>(text: &'t str, mut visit: impl FnMut(&'t str)) {
 
 /// Length in bytes of the piece with which `rest` (not empty) starts.
 fn piece_end(expression: &Regex, rest: &str) -> usize {
-    let end = expression
-        .find(rest)
-        .expect("every character starts some alternative")
-        .end();
+    let end = expression.find(rest).expect("every character starts some alternative").end();
     // White space before a word leaves its last character to that word: this is what `\s+(?!\S)`
     // says. Only the alternative `\s+` ends in white space other than a line break, and it takes
     // the whole run, so that what follows is the end of the text or not white space.
@@ -68,10 +68,7 @@ mod tests {
     /// The pieces by the regular-expression engine that `tiktoken-rs` uses, from the pattern as it
     /// is written.
     fn reference_pieces<'t>(pattern: &fancy_regex::Regex, text: &'t str) -> Vec<&'t str> {
-        pattern
-            .find_iter(text)
-            .map(|found| found.unwrap().as_str())
-            .collect()
+        pattern.find_iter(text).map(|found| found.unwrap().as_str()).collect()
     }
 
     #[test]

@@ -55,9 +55,7 @@ pub(super) fn train(
     );
     let (pieces, training_text_sha256) = count_pieces(documents, options, &mut progress)?;
     let wanted = options.vocab_size - fixed;
-    let merges = Merger::new(pieces).run(wanted, |done| {
-        progress("learning merges", done as u64, wanted as u64)
-    });
+    let merges = Merger::new(pieces).run(wanted, |done| progress("learning merges", done as u64, wanted as u64));
     if merges.len() < wanted {
         bail!(
             "--vocab-size {}: expected text with {wanted} merges, found {}; hint: train on more text or pass a smaller one ({} is the most that this text gives)",
@@ -70,10 +68,7 @@ pub(super) fn train(
     for (left, right) in merges {
         ranks.push([ranks[left as usize].as_slice(), &ranks[right as usize]].concat());
     }
-    Ok(Trained {
-        ranks,
-        training_text_sha256,
-    })
+    Ok(Trained { ranks, training_text_sha256 })
 }
 
 /// How often each distinct piece occurs, and the SHA-256 of the documents read: for each its length
@@ -87,8 +82,7 @@ fn count_pieces(
     let mut documents = documents.fuse();
     // One table a thread, kept from batch to batch: merging them after each batch would cost as
     // much as counting.
-    let mut tables: Vec<FxHashMap<Box<str>, u64>> =
-        vec![FxHashMap::default(); rayon::current_num_threads()];
+    let mut tables: Vec<FxHashMap<Box<str>, u64>> = vec![FxHashMap::default(); rayon::current_num_threads()];
     let mut chars = 0;
     let mut more = true;
     while more {
@@ -121,11 +115,7 @@ fn count_pieces(
                 });
             }
         });
-        progress(
-            "counting pieces",
-            chars.min(options.max_chars) as u64,
-            options.max_chars as u64,
-        );
+        progress("counting pieces", chars.min(options.max_chars) as u64, options.max_chars as u64);
     }
     let mut tables = tables.into_iter();
     let mut counts = tables.next().unwrap_or_default();
@@ -143,10 +133,7 @@ fn cut(document: &mut String, cap: usize) -> usize {
     if chars <= cap {
         return chars;
     }
-    let end = document
-        .char_indices()
-        .nth(cap)
-        .map_or(document.len(), |(place, _)| place);
+    let end = document.char_indices().nth(cap).map_or(document.len(), |(place, _)| place);
     document.truncate(end);
     // The memory of what was cut off would count against no bound.
     document.shrink_to_fit();
@@ -178,27 +165,15 @@ struct Merger {
 
 impl Merger {
     fn new(pieces: FxHashMap<Box<str>, u64>) -> Self {
-        let mut merger = Self {
-            tokens: Vec::new(),
-            words: Vec::new(),
-            pairs: FxHashMap::default(),
-        };
+        let mut merger = Self { tokens: Vec::new(), words: Vec::new(), pairs: FxHashMap::default() };
         for (piece, count) in pieces {
             let start = merger.tokens.len();
             merger.tokens.extend(piece.bytes().map(u32::from));
             let index = merger.words.len() as u32;
             for neighbours in merger.tokens[start..].windows(2) {
-                merger
-                    .pairs
-                    .entry((neighbours[0], neighbours[1]))
-                    .or_default()
-                    .add(index, count);
+                merger.pairs.entry((neighbours[0], neighbours[1])).or_default().add(index, count);
             }
-            merger.words.push(Word {
-                start,
-                length: piece.len(),
-                count,
-            });
+            merger.words.push(Word { start, length: piece.len(), count });
         }
         merger
     }
@@ -206,11 +181,8 @@ impl Merger {
     /// The pairs to merge, at most `wanted`; fewer when no pair is left.
     fn run(mut self, wanted: usize, mut progress: impl FnMut(usize)) -> Vec<Pair> {
         // The highest count, and of those the lower pair, comes off first.
-        let mut queue: BinaryHeap<(u64, Reverse<Pair>)> = self
-            .pairs
-            .iter()
-            .map(|(&pair, found)| (found.count, Reverse(pair)))
-            .collect();
+        let mut queue: BinaryHeap<(u64, Reverse<Pair>)> =
+            self.pairs.iter().map(|(&pair, found)| (found.count, Reverse(pair))).collect();
         let mut merges = Vec::new();
         while merges.len() < wanted
             && let Some((count, Reverse(pair))) = queue.pop()
@@ -289,12 +261,7 @@ enum Change {
 
 /// Replaces `pair` by `token` in `tokens`, from left to right, and returns the new length; what
 /// lies behind it is stale.
-fn merge_in_word(
-    tokens: &mut [u32],
-    pair: Pair,
-    token: u32,
-    mut report: impl FnMut(Change),
-) -> usize {
+fn merge_in_word(tokens: &mut [u32], pair: Pair, token: u32, mut report: impl FnMut(Change)) -> usize {
     let (left, right) = pair;
     let (mut from, mut to) = (0, 0);
     while from < tokens.len() {
@@ -328,19 +295,11 @@ mod tests {
     use std::collections::HashMap;
 
     fn options(vocab_size: usize) -> TrainOptions {
-        TrainOptions {
-            vocab_size,
-            max_chars: usize::MAX,
-            doc_cap_chars: usize::MAX,
-        }
+        TrainOptions { vocab_size, max_chars: usize::MAX, doc_cap_chars: usize::MAX }
     }
 
     fn train_on(texts: &[&str], options: &TrainOptions) -> Result<Trained> {
-        train(
-            texts.iter().map(|text| Ok(text.to_string())),
-            options,
-            |_, _, _| {},
-        )
+        train(texts.iter().map(|text| Ok(text.to_string())), options, |_, _, _| {})
     }
 
     /// Recounts every pair before each merge.
@@ -354,10 +313,7 @@ mod tests {
                     *counts.entry((neighbours[0], neighbours[1])).or_default() += count;
                 }
             }
-            let Some((&pair, _)) = counts
-                .iter()
-                .max_by_key(|&(&pair, &count)| (count, Reverse(pair)))
-            else {
+            let Some((&pair, _)) = counts.iter().max_by_key(|&(&pair, &count)| (count, Reverse(pair))) else {
                 break;
             };
             for (tokens, _) in &mut pieces {
@@ -383,21 +339,13 @@ mod tests {
             let mut pieces: FxHashMap<Box<str>, u64> = FxHashMap::default();
             for _ in 0..random.random_range(0..30) {
                 let length = random.random_range(1..14);
-                let piece: String = (0..length)
-                    .map(|_| (b'a' + random.random_range(0..letters)) as char)
-                    .collect();
+                let piece: String = (0..length).map(|_| (b'a' + random.random_range(0..letters)) as char).collect();
                 pieces.insert(piece.into(), random.random_range(1..4));
             }
-            let tokens: Vec<(Vec<u32>, u64)> = pieces
-                .iter()
-                .map(|(piece, &count)| (piece.bytes().map(u32::from).collect(), count))
-                .collect();
+            let tokens: Vec<(Vec<u32>, u64)> =
+                pieces.iter().map(|(piece, &count)| (piece.bytes().map(u32::from).collect(), count)).collect();
             let wanted = random.random_range(1..80);
-            assert_eq!(
-                Merger::new(pieces).run(wanted, |_| {}),
-                naive_merges(&tokens, wanted),
-                "round {round}"
-            );
+            assert_eq!(Merger::new(pieces).run(wanted, |_| {}), naive_merges(&tokens, wanted), "round {round}");
         }
     }
 
@@ -409,11 +357,7 @@ mod tests {
 
     #[test]
     fn documents_are_cut_by_characters_and_reading_stops_after_the_one_that_reaches_the_limit() {
-        let limited = TrainOptions {
-            vocab_size: 261,
-            max_chars: 6,
-            doc_cap_chars: 4,
-        };
+        let limited = TrainOptions { vocab_size: 261, max_chars: 6, doc_cap_chars: 4 };
         // 4 of 5 characters, then 2, which reaches 6; the rest is not read, or its error would
         // show.
         let documents = ["éééxx", "éé"].map(|text| Ok(text.to_string()));
@@ -433,53 +377,29 @@ mod tests {
 
     #[test]
     fn a_vocabulary_without_merges_is_refused() {
-        let message = train_on(&["some text"], &options(260))
-            .err()
-            .unwrap()
-            .to_string();
-        assert!(
-            message.contains("at least 261") && message.contains("260") && message.contains("hint"),
-            "{message}"
-        );
+        let message = train_on(&["some text"], &options(260)).err().unwrap().to_string();
+        assert!(message.contains("at least 261") && message.contains("260") && message.contains("hint"), "{message}");
     }
 
     #[test]
     fn too_little_text_says_how_many_merges_it_has() {
         let message = train_on(&["abc"], &options(300)).err().unwrap().to_string();
-        assert!(
-            message.contains("40 merges, found 2") && message.contains("262 is the most"),
-            "{message}"
-        );
+        assert!(message.contains("40 merges, found 2") && message.contains("262 is the most"), "{message}");
         assert!(train_on(&["abc"], &options(262)).is_ok());
-        assert!(
-            train_on(&[], &options(300))
-                .err()
-                .unwrap()
-                .to_string()
-                .contains("found 0")
-        );
+        assert!(train_on(&[], &options(300)).err().unwrap().to_string().contains("found 0"));
     }
 
     #[test]
     fn an_unreadable_document_ends_training_with_its_error() {
-        let documents = [
-            Ok("text".to_string()),
-            Err(anyhow::anyhow!("shard is damaged")),
-        ];
-        let message = train(documents.into_iter(), &options(261), |_, _, _| {})
-            .err()
-            .unwrap()
-            .to_string();
+        let documents = [Ok("text".to_string()), Err(anyhow::anyhow!("shard is damaged"))];
+        let message = train(documents.into_iter(), &options(261), |_, _, _| {}).err().unwrap().to_string();
         assert_eq!(message, "shard is damaged");
     }
 
     #[test]
     fn progress_ends_at_the_total() {
         let mut last = HashMap::new();
-        let limited = TrainOptions {
-            max_chars: 5,
-            ..options(263)
-        };
+        let limited = TrainOptions { max_chars: 5, ..options(263) };
         let documents = ["abcabc"].map(|text| Ok(text.to_string()));
         train(documents.into_iter(), &limited, |stage, done, total| {
             last.insert(stage.to_string(), (done, total));

@@ -1,0 +1,102 @@
+//! A run's conditions: `configs/*.toml` to typed, validated settings.
+//!
+//! What keeps runs comparable is here (budget, data, vocabulary, context, evaluation, seed, device); what an experiment
+//! may turn is in `src/model.rs`.
+
+use anyhow::{Context, Result, bail};
+use serde::{Deserialize, Serialize};
+use std::path::Path;
+
+/// The kind of machine for which `src/model.rs` picks hyperparameters.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Profile {
+    /// AMD Strix Halo, 64 GB of shared memory.
+    Halo,
+    /// A data-centre GPU.
+    H100,
+    /// Any CPU: the quick start.
+    Cpu,
+    /// The smoke test.
+    Ci,
+}
+
+/// A configuration file.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Config {
+    /// Row of the hyperparameter table in `src/model.rs`.
+    pub profile: Profile,
+    /// Where to compute: `auto` or a name that `autoresearch train --help` lists.
+    pub device: String,
+    /// Name of a data set in `data/`, or a folder.
+    pub dataset: String,
+    /// Token ids, special tokens included.
+    pub vocab_size: usize,
+    /// Context in tokens.
+    pub sequence_len: usize,
+    /// Training time in seconds; compilation, data preparation and evaluation are not part of it.
+    pub time_budget_seconds: f64,
+    /// First steps, which are not charged to the budget: compilers and caches warm up in them.
+    pub uncharged_steps: usize,
+    /// Validation tokens to evaluate.
+    pub eval_tokens: usize,
+    /// Seed of the initial weights.
+    pub seed: u64,
+}
+
+impl Config {
+    /// Reads and validates the file at `path`.
+    ///
+    /// # Errors
+    /// If it cannot be read, has an unknown, missing or ill-typed key, or a value out of range.
+    pub fn read(path: &Path) -> Result<Self> {
+        let name = path.display();
+        let text = std::fs::read_to_string(path).with_context(|| {
+            format!("cannot read the configuration {name}; hint: configs/ holds the ones that come along")
+        })?;
+        Self::parse(&text, &name.to_string())
+    }
+
+    /// Reads `text`; `name` is what messages call it.
+    ///
+    /// # Errors
+    /// As [`Config::read`].
+    pub fn parse(text: &str, name: &str) -> Result<Self> {
+        let config: Self = toml::from_str(text).map_err(|error| {
+            let line = error.span().map(|span| text[..span.start].lines().count().max(1));
+            let place = line.map(|line| format!(" line {line}")).unwrap_or_default();
+            let message = error.message().replace('\n', " ");
+            let keys = "profile, device, dataset, vocab_size, sequence_len, time_budget_seconds, uncharged_steps, eval_tokens, seed";
+            anyhow::anyhow!("{name}{place}: {message}; hint: the keys are {keys}")
+        })?;
+        config.validate(name)?;
+        Ok(config)
+    }
+
+    /// Checks every value's range; `name` is what messages call the configuration.
+    ///
+    /// # Errors
+    /// If one is out of range: its key, what was expected and what was found.
+    pub fn validate(&self, name: &str) -> Result<()> {
+        let positive =
+            [("vocab_size", self.vocab_size), ("sequence_len", self.sequence_len), ("eval_tokens", self.eval_tokens)];
+        if let Some((key, _)) = positive.iter().find(|(_, value)| *value == 0) {
+            bail!("{name}: {key} must be at least 1, found 0; hint: see configs/cpu.toml for usual values");
+        }
+        if self.eval_tokens < self.sequence_len {
+            bail!(
+                "{name}: eval_tokens must be at least sequence_len {}, found {}; hint: one row of the evaluation has that many",
+                self.sequence_len,
+                self.eval_tokens
+            );
+        }
+        if !(self.time_budget_seconds.is_finite() && self.time_budget_seconds > 0.0) {
+            bail!(
+                "{name}: time_budget_seconds must be a positive number, found {}; hint: 60 is the quick start's",
+                self.time_budget_seconds
+            );
+        }
+        Ok(())
+    }
+}

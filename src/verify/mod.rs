@@ -1,0 +1,131 @@
+//! Checks this build, on a device, against golden values: what a user runs to find out whether a driver computes right
+//! numbers, and what the tests run.
+//!
+//! A folder of goldens holds files of six kinds, told apart by the start of their names: `tokenizer-*`, `packing-*`,
+//! `model-*`, `model-*-optim`, `muon*` and `run-*`, each a JSON description, most with tensors in safetensors beside it.
+
+mod model;
+mod muon;
+
+use crate::checkpoint::TensorFile;
+use anyhow::{Context, Result, bail};
+use burn::tensor::{Device, TensorData};
+use serde::de::DeserializeOwned;
+use std::path::PathBuf;
+
+/// One comparison with a golden value.
+#[derive(Clone, Debug)]
+pub struct Check {
+    /// Name of the golden.
+    pub case: String,
+    /// What was compared.
+    pub quantity: String,
+    /// How far off it is.
+    pub error: f64,
+    /// How far off it may be.
+    pub tolerance: f64,
+}
+
+impl Check {
+    /// Whether the error is within the tolerance; a NaN is not.
+    pub fn passed(&self) -> bool {
+        self.error <= self.tolerance
+    }
+}
+
+/// A folder of goldens and what its cases need.
+#[derive(Debug)]
+pub struct Goldens {
+    /// The folder.
+    pub folder: PathBuf,
+    /// Text that the tokenizer, packing and run goldens were made from.
+    pub corpus: Option<PathBuf>,
+    /// Where to compute.
+    pub device: Device,
+}
+
+impl Goldens {
+    /// Runs every case, calling `report` for each comparison as it is made and `left_out` for each case that needs the
+    /// corpus while none is given.
+    ///
+    /// # Errors
+    /// If the folder or one of its files cannot be read or is of no known kind.
+    pub fn verify(&self, mut report: impl FnMut(Check), mut left_out: impl FnMut(&str)) -> Result<()> {
+        for case in self.cases()? {
+            let needs_corpus = ["tokenizer-", "packing-", "run-"].iter().any(|kind| case.starts_with(kind));
+            if needs_corpus && self.corpus.is_none() {
+                left_out(&case);
+                continue;
+            }
+            for check in self.run(&case).with_context(|| format!("golden '{case}'"))? {
+                report(check);
+            }
+        }
+        Ok(())
+    }
+
+    /// Names of the cases in the folder: its JSON files.
+    fn cases(&self) -> Result<Vec<String>> {
+        let folder = self.folder.display();
+        let entries = std::fs::read_dir(&self.folder)
+            .with_context(|| format!("cannot read the golden folder {folder}; hint: --golden names a folder"))?;
+        let mut cases = Vec::new();
+        for entry in entries {
+            let path = entry?.path();
+            if path.extension().is_some_and(|extension| extension == "json") {
+                cases.extend(path.file_stem().map(|stem| stem.to_string_lossy().into_owned()));
+            }
+        }
+        cases.sort();
+        if cases.is_empty() {
+            bail!("{folder} holds no goldens, expected .json files; hint: --golden names a folder of them");
+        }
+        Ok(cases)
+    }
+
+    fn run(&self, case: &str) -> Result<Vec<Check>> {
+        let kind = case.split('-').next().unwrap_or(case);
+        match kind {
+            "model" => model::checks(self, case),
+            kind if kind.starts_with("muon") => muon::checks(self, case),
+            _ => bail!(
+                "'{case}.json' is of no known kind; hint: names start with tokenizer-, packing-, model-, muon or run-"
+            ),
+        }
+    }
+
+    fn json<T: DeserializeOwned>(&self, case: &str) -> Result<T> {
+        let path = self.folder.join(format!("{case}.json"));
+        let text = std::fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
+        serde_json::from_str(&text).with_context(|| format!("{} has not the expected form", path.display()))
+    }
+
+    fn tensors(&self, name: &str) -> Result<TensorFile> {
+        TensorFile::read(&self.folder.join(format!("{name}.safetensors")))
+    }
+
+    fn check(&self, case: &str, quantity: impl Into<String>, error: f64, tolerance: f64) -> Check {
+        Check { case: case.to_owned(), quantity: quantity.into(), error, tolerance }
+    }
+}
+
+/// ‖a − b‖ / ‖b‖ over all elements.
+fn relative_error(found: &TensorData, golden: &TensorData) -> f64 {
+    let (mut difference, mut norm) = (0.0, 0.0);
+    for (a, b) in paired(found, golden) {
+        difference += (a - b).powi(2);
+        norm += b.powi(2);
+    }
+    difference.sqrt() / norm.sqrt()
+}
+
+/// Mean of |a − b| over all elements.
+fn mean_absolute_difference(found: &TensorData, golden: &TensorData) -> f64 {
+    let elements = golden.num_elements() as f64;
+    paired(found, golden).map(|(a, b)| (a - b).abs()).sum::<f64>() / elements
+}
+
+fn paired<'a>(found: &'a TensorData, golden: &'a TensorData) -> impl Iterator<Item = (f64, f64)> + 'a {
+    assert_eq!(found.num_elements(), golden.num_elements(), "a golden has another number of elements");
+    found.iter::<f64>().zip(golden.iter::<f64>())
+}

@@ -1,0 +1,172 @@
+//! `model-*`: logits, losses and gradients of one batch; `model-*-optim`: eight optimizer steps.
+
+use super::{Check, Goldens, mean_absolute_difference, relative_error};
+use crate::checkpoint::{TensorFile, load_weights};
+use crate::config::Profile;
+use crate::model::{Gpt, GptConfig, Hyperparameters};
+use crate::optim::{MuonAdamW, Schedule};
+use crate::parameters::{parameters, take_gradients};
+use anyhow::{Result, bail};
+use burn::tensor::{FloatDType, Int, Tensor, activation};
+use serde::Deserialize;
+
+#[derive(Deserialize)]
+struct Description {
+    config: GptConfig,
+    loss: f64,
+    flops_per_token: usize,
+    num_params: usize,
+    window_sizes: Vec<usize>,
+    optimizer_steps: Trajectories,
+}
+
+#[derive(Deserialize)]
+struct Trajectories {
+    float32: Vec<Step>,
+}
+
+#[derive(Deserialize)]
+struct Step {
+    losses: Vec<f64>,
+    lr_multiplier: f64,
+    muon_momentum: f64,
+    weight_decay: f64,
+}
+
+pub(super) fn checks(goldens: &Goldens, name: &str) -> Result<Vec<Check>> {
+    let description: Description = goldens.json(name)?;
+    let mut checks = single_batch(goldens, name, &description)?;
+    let trajectory = format!("{name}-optim");
+    if goldens.folder.join(format!("{trajectory}.safetensors")).exists() {
+        checks.extend(optimizer_steps(goldens, &trajectory, &description)?);
+    }
+    Ok(checks)
+}
+
+/// A model with the weights `param/*` of `file`, in float32, with gradients.
+pub(super) fn golden_model(goldens: &Goldens, config: &GptConfig, file: &TensorFile) -> Result<Gpt> {
+    if let Some(problem) = config.problem() {
+        bail!("these sizes make no model: {problem}");
+    }
+    let model = Gpt::new(config, FloatDType::F32, 0, &goldens.device.clone().autodiff());
+    load_weights(model, &file.with_prefix("param/"))
+}
+
+fn single_batch(goldens: &Goldens, name: &str, description: &Description) -> Result<Vec<Check>> {
+    let file = goldens.tensors(name)?;
+    let model = golden_model(goldens, &description.config, &file)?;
+    let mut checks = Vec::new();
+    let mut check = |quantity: &str, error, tolerance| checks.push(goldens.check(name, quantity, error, tolerance));
+
+    let differs = |found: bool| if found { 1.0 } else { 0.0 };
+    check("flops_per_token", differs(model.flops_per_token() != description.flops_per_token), 0.0);
+    let count: usize = model.parameter_counts().iter().map(|(_, count)| count).sum();
+    check("num_params", differs(count != description.num_params), 0.0);
+    check("window_sizes", differs(model.config().windows() != description.window_sizes), 0.0);
+
+    let device = goldens.device.clone().autodiff();
+    let tokens =
+        |quantity: &str| -> Result<Tensor<2, Int>> { Ok(Tensor::from_data(file.get(quantity)?.clone(), &device)) };
+    let (input, target) = (tokens("input")?, tokens("target")?);
+    let hidden = model.hidden(input.clone());
+    let [b, t, c] = hidden.dims();
+    let logits = model.logits(hidden.reshape([b * t, c])).inner();
+    let picked = target.clone().inner().reshape([b * t, 1]);
+    let per_token = activation::log_softmax(logits.clone(), 1).gather(1, picked).neg();
+    check("logits", relative_error(&logits.into_data(), file.get("logits")?), 1e-4);
+    check("loss_per_token", relative_error(&per_token.into_data(), file.get("loss_per_token")?), 1e-4);
+
+    let loss = model.loss(input, target);
+    let found = loss.clone().into_scalar::<f32>() as f64;
+    check("loss", (found - description.loss).abs() / description.loss, 1e-4);
+    let gradients = take_gradients(&model, &mut loss.backward());
+    for parameter in parameters(&model) {
+        let name = parameter.name;
+        let golden = file.get(&format!("grad/{name}"))?;
+        let error = match gradients.get(&name) {
+            Some(gradient) => relative_error(&gradient.to_data(), golden),
+            None => f64::INFINITY,
+        };
+        check(&format!("grad {name}"), error, 1e-4);
+    }
+    Ok(checks)
+}
+
+/// Whether a gradient is what float32 leaves of a zero.
+///
+/// While the output projections are zero, as at the start, the per-layer scalars only rescale what the next
+/// normalisation removes: their gradient is nought but rounding, about 1e-11. AdamW makes a full step of it in a
+/// direction that no two programs share (the reference itself ends 0.1 to 0.5 away, in the mean over all parameters,
+/// when its initial weights are perturbed by 1e-7). Such parameters are left out of the comparison after that step, and
+/// the trajectory goes on from the golden weights, with this program's own optimizer state.
+fn is_rounding_noise(gradient: &Tensor<1>) -> bool {
+    let largest = gradient.clone().abs().max().into_scalar::<f32>();
+    largest > 0.0 && largest < 1e-9
+}
+
+fn optimizer_steps(goldens: &Goldens, name: &str, description: &Description) -> Result<Vec<Check>> {
+    let file = goldens.tensors(name)?;
+    let mut model = golden_model(goldens, &description.config, &file)?;
+    let groups = Hyperparameters::for_profile(Profile::H100).parameter_groups(&model);
+    let mut optimizer = MuonAdamW::new(&model, &groups, FloatDType::F32)?;
+    let device = goldens.device.clone().autodiff();
+    let tokens = file.get("tokens")?; // [steps, micro-batches, b, t + 1]
+    let [steps, micro_batches, b, row] = tokens.shape()[..] else {
+        bail!("'tokens' must have four axes, found {:?}", tokens.shape());
+    };
+    let tokens = Tensor::<4, Int>::from_data(tokens.clone(), &device).reshape([steps * micro_batches * b, row]);
+    let mut checks = Vec::new();
+    let mut largest_loss_error = 0f64;
+    for (step, golden) in description.optimizer_steps.float32.iter().enumerate() {
+        let mut total = None;
+        for (micro_batch, golden_loss) in golden.losses.iter().enumerate() {
+            let first = (step * micro_batches + micro_batch) * b;
+            let rows = tokens.clone().slice([first..first + b]);
+            let (input, target) = (rows.clone().slice([0..b, 0..row - 1]), rows.slice([0..b, 1..row]));
+            let loss = model.loss(input, target);
+            let error = (loss.clone().into_scalar::<f32>() as f64 - golden_loss).abs();
+            // A NaN must stay visible, which f64::max would hide.
+            largest_loss_error = if error > largest_loss_error || error.is_nan() { error } else { largest_loss_error };
+            let loss = loss / micro_batches as f64;
+            total = Some(match total {
+                None => loss,
+                Some(sum) => sum + loss,
+            });
+        }
+        let Some(total) = total else { bail!("step {step} has no losses") };
+        let gradients = take_gradients(&model, &mut total.backward());
+        let undetermined: Vec<String> = gradients
+            .iter()
+            .filter(|(_, gradient)| is_rounding_noise(gradient))
+            .map(|(name, _)| name.clone())
+            .collect();
+        let schedule = Schedule {
+            lr_multiplier: golden.lr_multiplier,
+            muon_momentum: golden.muon_momentum,
+            weight_decay: golden.weight_decay,
+        };
+        model = optimizer.step(model, gradients, schedule);
+        let after = format!("after{}/", step + 1);
+        let golden_weights = file.with_prefix(&after);
+        if golden_weights.is_empty() {
+            continue;
+        }
+        let (mut total, mut elements) = (0.0, 0);
+        for parameter in parameters(&model).into_iter().filter(|parameter| !undetermined.contains(&parameter.name)) {
+            let Some(golden) = golden_weights.get(parameter.name.as_str()) else {
+                bail!("there are tensors '{after}*', but none for '{}'", parameter.name);
+            };
+            let error = mean_absolute_difference(&parameter.value.to_data(), golden);
+            total += error * golden.len() as f64;
+            elements += golden.len();
+            // One parameter may be further off than all in the mean: embeddings move by whole units a step.
+            checks.push(goldens.check(name, format!("{after}{}", parameter.name), error, 1e-3));
+        }
+        checks.push(goldens.check(name, format!("{after}all parameters"), total / elements as f64, 1e-4));
+        if !undetermined.is_empty() {
+            model = load_weights(model, &golden_weights)?;
+        }
+    }
+    checks.push(goldens.check(name, "largest loss error", largest_loss_error, 1e-3));
+    Ok(checks)
+}
