@@ -4,7 +4,7 @@
 //! they run ahead of training by a fixed amount; none of them uses rayon's pool, which belongs to the training step.
 
 use super::documents::Documents;
-use super::packing::{Packer, PackerState, Packing, Refill, TokenizedDocument};
+use super::packing::{Epochs, Packer, PackerState, Packing, Refill, TokenizedDocument};
 use crate::tokenizer::Tokenizer;
 use anyhow::{Result, anyhow, bail, ensure};
 use burn_dataset::Dataset;
@@ -40,15 +40,6 @@ impl Encode for Tokenizer {
     }
 }
 
-/// How often the documents are read.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Epochs {
-    /// Once: batches end when what is left makes no whole row. For validation.
-    Once,
-    /// Over and over, in the same order. For training.
-    Repeat,
-}
-
 /// Where a loader has got to between two batches: what it takes to go on exactly from there.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -78,7 +69,7 @@ pub struct Batch {
     pub waited: Duration,
 }
 
-/// A refill before it is tokenized. Threads pass on results; a closed channel is the end of the documents.
+/// A refill before it is tokenized. Threads pass on results, the first error last.
 struct Texts {
     epoch: usize,
     next_document: usize,
@@ -144,7 +135,7 @@ impl Loader {
         let resumed = state.clone();
         loader.spawn("documents", move || {
             let mut outputs = texts_senders.iter().cycle();
-            let failure = guarded(|| read(&documents, packing, epochs, &resumed, &mut outputs));
+            let failure = guarded(|| read(&documents, packing, &resumed, &mut outputs));
             if let (Err(error), Some(output)) = (failure, outputs.next()) {
                 // A closed channel means that nobody is interested any more.
                 output.send(Err(error)).ok();
@@ -159,9 +150,17 @@ impl Loader {
             })?;
         }
         loader.spawn("packer", move || {
-            if let Err(error) =
-                guarded(|| pack(total, packing, batch_rows, state, &refills, &batch_sender))
-            {
+            if let Err(error) = guarded(|| {
+                pack(
+                    total,
+                    packing,
+                    epochs,
+                    batch_rows,
+                    state,
+                    &refills,
+                    &batch_sender,
+                )
+            }) {
                 batch_sender.send(Err(error)).ok();
             }
         })?;
@@ -263,7 +262,6 @@ fn message(panic: &(dyn Any + Send)) -> &str {
 fn read<'a>(
     documents: &Documents,
     packing: Packing,
-    epochs: Epochs,
     state: &PackerState,
     outputs: &mut impl Iterator<Item = &'a SyncSender<Result<Texts>>>,
 ) -> Result<()> {
@@ -286,9 +284,6 @@ fn read<'a>(
     let (mut epoch, mut next) = (state.epoch, state.next_document);
     loop {
         if next == documents.len() {
-            if epochs == Epochs::Once {
-                return Ok(());
-            }
             (epoch, next) = (epoch + 1, 0);
         }
         let numbers = documents.refill(next, packing.refill_documents);
@@ -335,6 +330,7 @@ fn tokenize<E: Encode + ?Sized>(
 fn pack(
     documents: usize,
     packing: Packing,
+    epochs: Epochs,
     batch_rows: usize,
     state: PackerState,
     refills: &[Receiver<Result<Refill>>],
@@ -342,22 +338,18 @@ fn pack(
 ) -> Result<()> {
     let mut inputs = refills.iter().cycle();
     let mut next_refill = || {
-        inputs
-            .next()
-            .and_then(|input| input.recv().ok())
-            .transpose()
+        let step = inputs.next().and_then(|input| input.recv().ok());
+        step.unwrap_or_else(|| {
+            bail!("a loader thread stopped without a reason; hint: this is a bug, please report it")
+        })
     };
 
     let restored = state.buffered.len();
     let mut buffered = Vec::with_capacity(restored);
     while buffered.len() < restored {
-        // A closed channel here follows an error that another tokenizer reports.
-        let Some(refill) = next_refill()? else {
-            bail!("the loader stopped before its buffer was restored")
-        };
-        buffered.extend(refill.documents);
+        buffered.extend(next_refill()?.documents);
     }
-    let mut packer = Packer::resume(packing, state, buffered);
+    let mut packer = Packer::resume(packing, epochs, state, buffered);
 
     loop {
         let mut rows = Vec::with_capacity(batch_rows * packing.row_length);
@@ -465,9 +457,15 @@ mod tests {
 
     #[test]
     fn rows_do_not_depend_on_the_batch_size() {
-        let expected = rows(&batches(&mut loader(1, Epochs::Once, None), usize::MAX));
+        let expected = rows(&batches(
+            &mut loader(1, Epochs::AtMost(usize::MAX), None),
+            usize::MAX,
+        ));
         for batch_rows in [2, 7, 1000] {
-            let batches = batches(&mut loader(batch_rows, Epochs::Once, None), usize::MAX);
+            let batches = batches(
+                &mut loader(batch_rows, Epochs::AtMost(usize::MAX), None),
+                usize::MAX,
+            );
             assert_eq!(rows(&batches), expected, "{batch_rows}");
             let (last, whole) = batches.split_last().unwrap();
             assert!(whole.iter().all(|batch| batch.row_count == batch_rows));
@@ -477,7 +475,7 @@ mod tests {
 
     #[test]
     fn a_single_pass_ends_and_stays_ended() {
-        let mut loader = loader(4, Epochs::Once, None);
+        let mut loader = loader(4, Epochs::AtMost(usize::MAX), None);
         let state = batches(&mut loader, usize::MAX).pop().unwrap().state;
         assert!(state.packer.buffered.len() * 65 < 65 * 65);
         assert_eq!(state.packer.next_document, 700);
@@ -519,7 +517,10 @@ mod tests {
 
     #[test]
     fn documents_of_every_kind_arrive_as_their_text() {
-        let rows = rows(&batches(&mut loader(8, Epochs::Once, None), usize::MAX));
+        let rows = rows(&batches(
+            &mut loader(8, Epochs::AtMost(usize::MAX), None),
+            usize::MAX,
+        ));
         assert!(
             rows.windows(2).any(|pair| pair == [BOS, BOS]),
             "an empty document is a lone BOS"
@@ -539,7 +540,7 @@ mod tests {
 
     #[test]
     fn a_saved_position_goes_on_with_the_same_rows() {
-        for epochs in [Epochs::Once, Epochs::Repeat] {
+        for epochs in [Epochs::AtMost(usize::MAX), Epochs::Repeat] {
             let mut whole = loader(3, epochs, None);
             let all = batches(&mut whole, 400);
             for stop in (0..all.len()).step_by(23) {
@@ -612,8 +613,15 @@ mod tests {
     #[test]
     fn a_text_too_short_for_a_row_gives_no_batch() {
         let short = Arc::new(Documents::generated(3, 1, |_| "short".to_string()));
-        let mut loader =
-            Loader::new(short, Arc::new(Bytes), 3, small(), Epochs::Once, None).unwrap();
+        let mut loader = Loader::new(
+            short,
+            Arc::new(Bytes),
+            3,
+            small(),
+            Epochs::AtMost(usize::MAX),
+            None,
+        )
+        .unwrap();
         assert!(loader.next_batch().unwrap().is_none());
     }
 
@@ -652,7 +660,7 @@ mod tests {
                 BOS
             }
         }
-        for epochs in [Epochs::Once, Epochs::Repeat] {
+        for epochs in [Epochs::AtMost(usize::MAX), Epochs::Repeat] {
             let mut loader =
                 Loader::new(texts(), Arc::new(Faulty), 1, small(), epochs, None).unwrap();
             let error = std::iter::from_fn(|| loader.next_batch().transpose())
@@ -791,9 +799,18 @@ mod tests {
                 buffer_documents: number("buffer_size"),
                 refill_documents: number("tokenizer_batch"),
             };
-            let epochs = Epochs::Repeat;
+            let epochs = if split == "train" {
+                Epochs::Repeat
+            } else {
+                Epochs::AtMost(number("batch") * number("batches"))
+            };
             let tokenizer = golden_tokenizer(&golden, case["tokenizer"].as_str().unwrap());
-            let documents = corpus(&corpus_folder, split);eprintln!("{split} documents {} groups {:?}", documents.len(), documents.groups().take(4).collect::<Vec<_>>());
+            let documents = corpus(&corpus_folder, split);
+            eprintln!(
+                "{split} documents {} groups {:?}",
+                documents.len(),
+                documents.groups().take(4).collect::<Vec<_>>()
+            );
             let mut loader =
                 Loader::new(documents, tokenizer, number("batch"), packing, epochs, None).unwrap();
             let found = rows(&batches(&mut loader, number("batches")));
@@ -807,7 +824,6 @@ mod tests {
                 tensor.shape(),
                 [number("batch") * number("batches"), packing.row_length]
             );
-            let first = found.chunks(packing.row_length).zip(expected.chunks(packing.row_length)).position(|(a, b)| a != b); eprintln!("{name} {:?} rows {} first differing {first:?}", case, found.len()/packing.row_length);
             assert!(found == expected, "{name}");
         }
     }

@@ -47,6 +47,16 @@ pub struct Refill {
     pub documents: Vec<TokenizedDocument>,
 }
 
+/// How many rows there are to be.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Epochs {
+    /// Rows without end: the documents over and over, in the same order. For training.
+    Repeat,
+    /// The first so many of these rows or, where a single pass over the documents gives fewer whole rows, all that the
+    /// single pass gives, each document standing in them once. For validation.
+    AtMost(usize),
+}
+
 /// Where packing has got to between two rows: what it takes to go on exactly from there.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -90,51 +100,69 @@ impl PackerState {
 ///
 /// A row takes the largest buffered document that fits into what is left of it, the earliest of equally long ones; where
 /// none fits, it takes as much as there is room for of the shortest, the earliest of equals, and the tail is dropped.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct Packer {
     packing: Packing,
-    /// The buffer by length and, among equals, by order of arrival.
-    buffer: BTreeMap<(usize, u64), TokenizedDocument>,
+    epochs: Epochs,
+    buffer: Buffer<TokenizedDocument>,
     arrivals: u64,
+    /// Whether the buffer is no longer refilled, which ends a single pass.
+    draining: bool,
     state: PackerState,
 }
 
+/// What is buffered, by length in tokens and, among equals, by order of arrival.
+type Buffer<T> = BTreeMap<(usize, u64), T>;
+
 impl Packer {
     /// Goes on from `state`, with the tokens of the documents that it names as buffered, in the same order.
-    pub fn resume(packing: Packing, state: PackerState, buffered: Vec<TokenizedDocument>) -> Self {
+    pub fn resume(
+        packing: Packing,
+        epochs: Epochs,
+        state: PackerState,
+        buffered: Vec<TokenizedDocument>,
+    ) -> Self {
         let mut packer = Self {
             packing,
-            buffer: BTreeMap::new(),
+            epochs,
+            buffer: Buffer::new(),
             arrivals: 0,
+            draining: false,
             state,
         };
         packer.buffer(buffered);
         packer
     }
 
-    /// Appends one row to `rows`, drawing on `refills` while the buffer is low and refills last.
+    /// Appends one row to `rows`, drawing on `refills`, which repeat without end.
     ///
-    /// Returns false, with `rows` as before, once what is left makes no whole row.
+    /// Returns false, with `rows` as before, when there are as many rows as there are to be.
     ///
     /// # Errors
     /// Those of `refills`; the packer is then between two states and not to be used any more.
     pub fn pack_row(
         &mut self,
-        refills: &mut impl FnMut() -> Result<Option<Refill>>,
+        refills: &mut impl FnMut() -> Result<Refill>,
         rows: &mut Vec<u32>,
     ) -> Result<bool> {
+        if matches!(self.epochs, Epochs::AtMost(most) if self.rows_so_far() >= most) {
+            return Ok(false);
+        }
         let start = rows.len();
         let end = start + self.packing.row_length;
         while rows.len() < end {
-            while self.buffer.len() < self.packing.buffer_documents
-                && let Some(refill) = refills()?
-            {
-                self.state.epoch = refill.epoch;
-                self.state.next_document = refill.next_document;
-                self.buffer(refill.documents);
+            while self.buffer.len() < self.packing.buffer_documents && !self.draining {
+                let refill = refills()?;
+                if self.ends_before(&refill, rows.len() - start) {
+                    self.draining = true;
+                } else {
+                    self.state.epoch = refill.epoch;
+                    self.state.next_document = refill.next_document;
+                    self.buffer(refill.documents);
+                }
             }
             let room = end - rows.len();
-            let Some(document) = self.take(room) else {
+            let Some((_, document)) = take(&mut self.buffer, room) else {
                 self.state.dropped_tokens += (rows.len() - start) as u64;
                 rows.truncate(start);
                 return Ok(false);
@@ -170,15 +198,43 @@ impl Packer {
         }
     }
 
-    /// Removes the document that a row with this much room takes next; none if the buffer is empty.
-    fn take(&mut self, room: usize) -> Option<TokenizedDocument> {
-        let fitting = self.buffer.range(..=(room, u64::MAX)).next_back();
-        let Some((&(length, _), _)) = fitting else {
-            return self.buffer.pop_first().map(|(_, document)| document);
-        };
-        let (&key, _) = self.buffer.range((length, 0)..).next()?;
-        self.buffer.remove(&key)
+    fn rows_so_far(&self) -> usize {
+        (self.state.packed_tokens / self.packing.row_length as u64) as usize
     }
+
+    /// Whether packing stays with the first pass, whose documents are all in when `refill` opens the second: with the row
+    /// that is filled with `filled` tokens, what is buffered gives fewer rows than there are to be.
+    fn ends_before(&self, refill: &Refill, filled: usize) -> bool {
+        let Epochs::AtMost(most) = self.epochs else {
+            return false;
+        };
+        self.state.epoch == 1
+            && refill.epoch > 1
+            && self.rows_so_far() + self.rows_left(filled) < most
+    }
+
+    /// Rows that what is buffered gives without a refill, when the first of them is filled with `filled` tokens.
+    fn rows_left(&self, mut filled: usize) -> usize {
+        let mut lengths: Buffer<()> = self.buffer.keys().map(|&key| (key, ())).collect();
+        let mut rows = 0;
+        while let Some((length, ())) = take(&mut lengths, self.packing.row_length - filled) {
+            filled = (filled + length).min(self.packing.row_length);
+            if filled == self.packing.row_length {
+                rows += 1;
+                filled = 0;
+            }
+        }
+        rows
+    }
+}
+
+/// Removes what a row with this much room takes next, with its length; none if the buffer is empty.
+fn take<T>(buffer: &mut Buffer<T>, room: usize) -> Option<(usize, T)> {
+    let key = match buffer.range(..=(room, u64::MAX)).next_back() {
+        Some((&(length, _), _)) => *buffer.range((length, 0)..).next()?.0,
+        None => *buffer.first_key_value()?.0,
+    };
+    buffer.remove(&key).map(|value| (key.0, value))
 }
 
 #[cfg(test)]
@@ -198,11 +254,8 @@ mod tests {
             .collect()
     }
 
-    /// Refills of 16 over and over, or once.
-    fn refills(
-        documents: &[TokenizedDocument],
-        once: bool,
-    ) -> impl FnMut() -> Result<Option<Refill>> {
+    /// Refills of 16, over and over.
+    fn refills(documents: &[TokenizedDocument]) -> impl FnMut() -> Result<Refill> {
         let mut refills = Vec::new();
         for (chunk, documents) in documents.chunks(16).enumerate() {
             let next_document = chunk * 16 + documents.len();
@@ -214,28 +267,29 @@ mod tests {
         }
         let mut given = 0;
         move || {
-            let refill = (!once || given < refills.len()).then(|| {
-                let epoch = 1 + given / refills.len();
-                Refill {
-                    epoch,
-                    ..refills[given % refills.len()].clone()
-                }
-            });
+            let epoch = 1 + given / refills.len();
+            let refill = refills[given % refills.len()].clone();
             given += 1;
-            Ok(refill)
+            Ok(Refill { epoch, ..refill })
         }
     }
 
-    fn packer(row_length: usize, buffer_documents: usize) -> Packer {
-        Packer::resume(
-            Packing {
-                row_length,
-                buffer_documents,
-                refill_documents: 16,
-            },
-            PackerState::start(),
-            Vec::new(),
-        )
+    fn packer(row_length: usize, buffer_documents: usize, epochs: Epochs) -> Packer {
+        let packing = Packing {
+            row_length,
+            buffer_documents,
+            refill_documents: 16,
+        };
+        Packer::resume(packing, epochs, PackerState::start(), Vec::new())
+    }
+
+    /// All rows of a validation that wants `most`.
+    fn at_most(documents: &[TokenizedDocument], most: usize) -> (Vec<u32>, PackerState) {
+        let mut packer = packer(65, 100, Epochs::AtMost(most));
+        let mut refills = refills(documents);
+        let mut rows = Vec::new();
+        while packer.pack_row(&mut refills, &mut rows).unwrap() {}
+        (rows, packer.state())
     }
 
     /// The rule as the reference states it, by linear scans.
@@ -243,14 +297,13 @@ mod tests {
         row_length: usize,
         buffer_documents: usize,
         buffer: &mut Vec<Vec<u32>>,
-        refills: &mut impl FnMut() -> Result<Option<Refill>>,
+        refills: &mut impl FnMut() -> Result<Refill>,
     ) -> Vec<u32> {
         let mut row = Vec::new();
         while row.len() < row_length {
             while buffer.len() < buffer_documents {
                 buffer.extend(
                     refills()
-                        .unwrap()
                         .unwrap()
                         .documents
                         .into_iter()
@@ -284,8 +337,8 @@ mod tests {
             (4, 9, 300, 200),
         ] {
             let documents = documents(777, longest, seed);
-            let (mut ours, mut theirs) = (refills(&documents, false), refills(&documents, false));
-            let mut packer = packer(row_length, buffer_documents);
+            let (mut ours, mut theirs) = (refills(&documents), refills(&documents));
+            let mut packer = packer(row_length, buffer_documents, Epochs::Repeat);
             let mut buffer = Vec::new();
             for number in 0..600 {
                 let mut row = Vec::new();
@@ -309,8 +362,8 @@ mod tests {
             })
             .collect();
         let mut row = Vec::new();
-        packer(6, 4)
-            .pack_row(&mut refills(&documents, true), &mut row)
+        packer(6, 4, Epochs::AtMost(1))
+            .pack_row(&mut refills(&documents), &mut row)
             .unwrap();
         assert_eq!(row, [0, 0, 0, 2, 2, 2]);
     }
@@ -324,11 +377,9 @@ mod tests {
                 tokens: vec![index as u32; length],
             })
             .collect();
-        let mut packer = packer(4, 3);
+        let mut packer = packer(4, 3, Epochs::AtMost(1));
         let mut row = Vec::new();
-        packer
-            .pack_row(&mut refills(&documents, true), &mut row)
-            .unwrap();
+        packer.pack_row(&mut refills(&documents), &mut row).unwrap();
         assert_eq!(row, [1, 1, 1, 1]);
         assert_eq!(packer.state().dropped_tokens, 3);
         assert_eq!(packer.state().buffered, [0, 2]);
@@ -336,25 +387,44 @@ mod tests {
 
     #[test]
     fn a_single_pass_uses_every_document_and_accounts_for_every_token() {
-        let documents = documents(500, 40, 5);
-        let mut refills = refills(&documents, true);
-        let mut packer = packer(65, 100);
-        let mut rows = Vec::new();
-        while packer.pack_row(&mut refills, &mut rows).unwrap() {}
-        let state = packer.state();
-        let tokens: usize = documents.iter().map(|document| document.tokens.len()).sum();
-        assert_eq!(rows.len() % 65, 0);
-        assert_eq!(state.packed_tokens, rows.len() as u64);
-        assert_eq!(state.packed_tokens + state.dropped_tokens, tokens as u64);
-        assert!(state.buffered.is_empty());
-        assert!(!packer.pack_row(&mut refills, &mut rows).unwrap());
+        for (count, longest) in [(500, 40), (30, 40), (3, 200), (80, 5)] {
+            let documents = documents(count, longest, 5);
+            let (rows, state) = at_most(&documents, usize::MAX);
+            let tokens: usize = documents.iter().map(|document| document.tokens.len()).sum();
+            assert!(!rows.is_empty() && rows.len() % 65 == 0);
+            assert_eq!(state.packed_tokens, rows.len() as u64);
+            assert_eq!(state.packed_tokens + state.dropped_tokens, tokens as u64);
+            assert_eq!((state.epoch, state.next_document), (1, count));
+            assert!(state.buffered.is_empty());
+        }
+    }
+
+    #[test]
+    fn as_many_rows_as_one_pass_gives_are_those_of_the_endless_stream() {
+        for (count, longest) in [(500, 40), (30, 40), (3, 200)] {
+            let documents = documents(count, longest, 7);
+            let whole = at_most(&documents, usize::MAX).0.len() / 65;
+            for most in [0, 1, whole / 2, whole - 1, whole] {
+                let (mut endless, mut refills) =
+                    (packer(65, 100, Epochs::Repeat), refills(&documents));
+                let mut expected = Vec::new();
+                for _ in 0..most {
+                    endless.pack_row(&mut refills, &mut expected).unwrap();
+                }
+                assert!(
+                    at_most(&documents, most).0 == expected,
+                    "{most} of {whole} rows, {count} documents"
+                );
+            }
+            assert_eq!(at_most(&documents, whole + 1).0.len() / 65, whole);
+        }
     }
 
     #[test]
     fn packing_goes_on_exactly_from_any_row() {
         let documents = documents(200, 90, 6);
-        let mut whole = refills(&documents, false);
-        let mut packer = packer(65, 40);
+        let mut whole = refills(&documents);
+        let mut packer = packer(65, 40, Epochs::Repeat);
         let mut used = 0;
         for _ in 0..120 {
             let mut counted = || {
@@ -369,21 +439,16 @@ mod tests {
                 .iter()
                 .map(|&index| documents[index].clone())
                 .collect();
-            let mut resumed = Packer::resume(packer.packing, state, buffered);
-            let mut rest = refills(&documents, false);
+            let mut resumed = Packer::resume(packer.packing, Epochs::Repeat, state, buffered);
+            let mut rest = refills(&documents);
             for _ in 0..used {
                 rest().unwrap();
             }
-            let mut again = refills(&documents, false);
+            let mut again = refills(&documents);
             for _ in 0..used {
                 again().unwrap();
             }
-            let mut twin = Packer {
-                packing: packer.packing,
-                buffer: packer.buffer.clone(),
-                arrivals: packer.arrivals,
-                state: packer.state.clone(),
-            };
+            let mut twin = packer.clone();
             let (mut expected, mut found) = (Vec::new(), Vec::new());
             for _ in 0..5 {
                 twin.pack_row(&mut again, &mut expected).unwrap();
