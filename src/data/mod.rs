@@ -1,8 +1,7 @@
 //! Data sets: where text comes from and how it becomes rows of tokens.
 //!
 //! A [`manifest`] names a data set, [`download`] fetches its shards, [`documents`] reads them (from [`parquet_shards`],
-//! [`text_files`] or a generator), [`packing`] turns tokenized documents into rows, [`loader`] does so in the background,
-//! and [`prepare`] ties a data set and its tokenizer to a folder of the cache.
+//! [`text_files`] or the generator of [`tales`]), [`packing`] turns tokenized documents into rows, [`loader`] does so in the background.
 
 pub mod documents;
 pub mod download;
@@ -10,4 +9,5 @@ pub mod loader;
 pub mod manifest;
 pub mod packing;
 pub mod parquet_shards;
+pub mod tales;
 pub mod text_files;
