@@ -385,6 +385,7 @@ fn pack(
 mod tests {
     use super::*;
     use crate::data::parquet_shards::ParquetShards;
+    use crate::tokenizer::parse_tiktoken;
     use serde_json::Value;
     use std::collections::HashMap;
     use std::path::{Path, PathBuf};
@@ -741,41 +742,11 @@ mod tests {
         ))
     }
 
-    /// tiktoken with the ranks and the pattern of a golden tokenizer.
-    struct GoldenTokenizer(tiktoken_rs::CoreBPE, u32);
-
-    impl Encode for GoldenTokenizer {
-        fn encode(&self, text: &str) -> Vec<u32> {
-            self.0.encode_ordinary(text)
-        }
-        fn bos_id(&self) -> u32 {
-            self.1
-        }
-    }
-
-    fn golden_tokenizer(folder: &Path, name: &str) -> Arc<GoldenTokenizer> {
-        use base64::Engine;
+    fn golden_tokenizer(folder: &Path, name: &str) -> Arc<Tokenizer> {
         let ranks = std::fs::read_to_string(folder.join(format!("{name}.tiktoken"))).unwrap();
-        let ranks = ranks.lines().map(|line| {
-            let (bytes, rank) = line.split_once(' ').unwrap();
-            (
-                base64::engine::general_purpose::STANDARD
-                    .decode(bytes)
-                    .unwrap(),
-                rank.parse().unwrap(),
-            )
-        });
-        let header: Value =
-            serde_json::from_slice(&std::fs::read(folder.join(format!("{name}.json"))).unwrap())
-                .unwrap();
-        let bpe = tiktoken_rs::CoreBPE::new(
-            ranks.collect(),
-            Default::default(),
-            header["pattern"].as_str().unwrap(),
-        );
-        Arc::new(GoldenTokenizer(
-            bpe.unwrap(),
-            header["bos_id"].as_u64().unwrap() as u32,
+        Arc::new(Tokenizer::from_ranks(
+            parse_tiktoken(&ranks).unwrap(),
+            String::new(),
         ))
     }
 

@@ -21,6 +21,8 @@ pub struct Manifest {
     pub description: String,
     /// The column that holds a document's text.
     pub text_column: String,
+    /// The tokenizer is trained on this many characters of the training split, or on all if there are fewer.
+    pub tokenizer_characters: usize,
     /// Where the documents are.
     pub source: Source,
 }

@@ -162,14 +162,14 @@ impl Packer {
                 }
             }
             let room = end - rows.len();
-            let Some((_, document)) = take(&mut self.buffer, room) else {
+            let Some((length, document)) = take(&mut self.buffer, room) else {
                 self.state.dropped_tokens += (rows.len() - start) as u64;
                 rows.truncate(start);
                 return Ok(false);
             };
-            let kept = document.tokens.len().min(room);
+            let kept = length.min(room);
             rows.extend_from_slice(&document.tokens[..kept]);
-            self.state.dropped_tokens += (document.tokens.len() - kept) as u64;
+            self.state.dropped_tokens += (length - kept) as u64;
         }
         self.state.packed_tokens += self.packing.row_length as u64;
         Ok(true)
@@ -191,9 +191,12 @@ impl Packer {
     }
 
     fn buffer(&mut self, documents: Vec<TokenizedDocument>) {
-        for document in documents {
-            self.buffer
-                .insert((document.tokens.len(), self.arrivals), document);
+        for mut document in documents {
+            let length = document.tokens.len();
+            // No row takes more of a document: without the rest, memory stays bounded whatever the documents' lengths.
+            document.tokens.truncate(self.packing.row_length);
+            document.tokens.shrink_to_fit();
+            self.buffer.insert((length, self.arrivals), document);
             self.arrivals += 1;
         }
     }
