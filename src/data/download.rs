@@ -123,7 +123,7 @@ impl Hub {
             .join(", ");
         bail!(
             "{} of {new} files could not be fetched from {}: {list}; hint: check the network and run the same command again, \
-             finished files are kept",
+             finished files are kept; `--dataset tales` needs no network",
             failures.len(),
             self.repository
         )

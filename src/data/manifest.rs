@@ -32,20 +32,7 @@ pub struct Manifest {
 #[serde(tag = "kind", rename_all = "snake_case", deny_unknown_fields)]
 pub enum Source {
     /// Numbered parquet files of a Hugging Face data set, one of them kept for validation.
-    HubShards {
-        /// `owner/name` on the hub.
-        repository: String,
-        /// What stands before the shard's number in a file name.
-        file_prefix: String,
-        /// The number is padded with zeros to this many digits.
-        file_digits: usize,
-        /// What stands after the number.
-        file_suffix: String,
-        /// How many files there are, the validation shard included.
-        shards: usize,
-        /// The shard that is never trained on.
-        validation_shard: usize,
-    },
+    HubShards(HubShards),
     /// One parquet file of a Hugging Face data set, split by row.
     HubFile {
         /// `owner/name` on the hub.
@@ -59,6 +46,50 @@ pub enum Source {
     },
     /// The program writes the documents itself.
     Generated,
+}
+
+/// Numbered parquet files of a Hugging Face data set.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct HubShards {
+    /// `owner/name` on the hub.
+    pub repository: String,
+    /// What stands before the shard's number in a file name.
+    pub file_prefix: String,
+    /// The number is padded with zeros to this many digits.
+    pub file_digits: usize,
+    /// What stands after the number.
+    pub file_suffix: String,
+    /// How many files there are, the validation shard included.
+    pub shards: usize,
+    /// The shard that is never trained on.
+    pub validation_shard: usize,
+}
+
+impl HubShards {
+    /// The file name of the validation shard.
+    pub fn validation_file(&self) -> String {
+        self.file(self.validation_shard)
+    }
+
+    /// The file names of the first `wanted` training shards, or of all if there are fewer.
+    pub fn training_files(&self, wanted: usize) -> Vec<String> {
+        let training = (0..self.shards).filter(|&shard| shard != self.validation_shard);
+        training
+            .take(wanted)
+            .map(|shard| self.file(shard))
+            .collect()
+    }
+
+    fn file(&self, shard: usize) -> String {
+        let Self {
+            file_prefix,
+            file_digits,
+            file_suffix,
+            ..
+        } = self;
+        format!("{file_prefix}{shard:0file_digits$}{file_suffix}")
+    }
 }
 
 impl Manifest {
@@ -119,11 +150,7 @@ mod tests {
             let manifest = Manifest::named(name).unwrap();
             assert_eq!(manifest.name, name);
             match manifest.source {
-                Source::HubShards {
-                    shards,
-                    validation_shard,
-                    ..
-                } => assert!(validation_shard < shards),
+                Source::HubShards(hub) => assert!(hub.validation_shard < hub.shards),
                 Source::HubFile {
                     first_validation_row,
                     first_training_row,
@@ -134,6 +161,26 @@ mod tests {
                 Source::Generated => assert_eq!(name, "tales"),
             }
         }
+    }
+
+    #[test]
+    fn the_validation_shard_is_never_trained_on() {
+        let Source::HubShards(climbmix) = Manifest::named("climbmix").unwrap().source else {
+            panic!("climbmix is made of shards");
+        };
+        assert_eq!(climbmix.validation_file(), "shard_06542.parquet");
+        assert_eq!(
+            climbmix.training_files(2),
+            ["shard_00000.parquet", "shard_00001.parquet"]
+        );
+        let all = climbmix.training_files(usize::MAX);
+        assert_eq!(all.len(), 6542);
+        assert!(!all.contains(&climbmix.validation_file()));
+        let first = HubShards {
+            validation_shard: 0,
+            ..climbmix
+        };
+        assert_eq!(first.training_files(1), ["shard_00001.parquet"]);
     }
 
     #[test]

@@ -387,23 +387,12 @@ fn fetch(
         Ok(())
     };
     match &manifest.source {
-        Source::HubShards {
-            repository,
-            file_prefix,
-            file_digits,
-            file_suffix,
-            shards,
-            validation_shard,
-        } => {
-            let file = |shard: usize| format!("{file_prefix}{shard:0file_digits$}{file_suffix}");
-            let wanted = usize::try_from(options.num_shards).unwrap_or(usize::MAX);
-            let train: Vec<_> = (0..*shards)
-                .filter(|shard| shard != validation_shard)
-                .take(wanted)
-                .map(file)
-                .collect();
-            let validation = file(*validation_shard);
-            fetch(repository, &validation, &train)?;
+        Source::HubShards(hub) => {
+            // -1 is no size: all of them.
+            let train =
+                hub.training_files(usize::try_from(options.num_shards).unwrap_or(usize::MAX));
+            let validation = hub.validation_file();
+            fetch(&hub.repository, &validation, &train)?;
             Ok(Files::Shards {
                 column,
                 train,
@@ -723,6 +712,34 @@ mod tests {
         );
         assert_eq!(train.len() + validation.len(), 61);
         assert!(!validation.is_empty() && validation.iter().all(|text| !train.contains(text)));
+    }
+
+    #[test]
+    fn a_single_file_is_split_by_row() {
+        let place = shards().shard(
+            "all.parquet",
+            &["test", "validation", "train", "more"].map(Some),
+        );
+        let record = Record {
+            format: RECORD_FORMAT,
+            name: "rows".to_string(),
+            corpus: None,
+            files: Files::Rows {
+                column: "text".to_string(),
+                file: "all.parquet".to_string(),
+                first_validation_row: 1,
+                first_training_row: 2,
+            },
+        };
+        let texts = |split| -> Vec<String> {
+            let documents = record.documents(place.corpus.path(), split).unwrap();
+            documents
+                .iter()
+                .map(|text| text.unwrap().to_string())
+                .collect()
+        };
+        assert_eq!(texts(Split::Validation), ["validation"]);
+        assert_eq!(texts(Split::Train), ["train", "more"]);
     }
 
     #[test]
