@@ -1,3 +1,15 @@
 //! Data sets: where text comes from and how it becomes rows of tokens.
+//!
+//! A [`manifest`] names a data set, [`download`] fetches its shards, [`documents`] reads them (from [`parquet_shards`],
+//! [`text_files`] or the generator of [`tales`]), [`packing`] turns tokenized documents into rows, [`loader`] does so in the
+//! background, and [`prepare`] ties a data set and its tokenizer to a folder of the cache.
 
+pub mod documents;
+pub mod download;
+pub mod loader;
+pub mod manifest;
+pub mod packing;
+pub mod parquet_shards;
+pub mod prepare;
 pub mod tales;
+pub mod text_files;

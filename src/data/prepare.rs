@@ -1,0 +1,910 @@
+//! The cache: a folder per data set with its shards, its tokenizer and a record of what was prepared.
+
+use super::documents::{Documents, Split};
+use super::download::Hub;
+use super::manifest::{Dataset, Manifest, Source};
+use super::parquet_shards::ParquetShards;
+use super::tales;
+use super::text_files::{SPLIT_RULE, TextFiles};
+use crate::atomic_file::write_atomically;
+use crate::tokenizer::{Tokenizer, TrainOptions};
+use anyhow::{Context, Result, anyhow, bail, ensure};
+use burn_dataset::Dataset as _;
+use indicatif::{ProgressBar, ProgressStyle};
+use serde::{Deserialize, Serialize};
+use sha2::{Digest, Sha256};
+use std::ffi::OsString;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+/// The data set that is prepared where none is named.
+pub const DEFAULT_DATASET: &str = "climbmix";
+/// The size of the vocabulary where none is named.
+pub const DEFAULT_VOCAB_SIZE: usize = 8192;
+/// The environment variable that names the cache folder.
+pub const CACHE_VARIABLE: &str = "AUTORESEARCH_CACHE_DIR";
+
+const RECORD: &str = "prepared.json";
+const RECORD_FORMAT: u32 = 1;
+/// The column of a user's own parquet files.
+const FOLDER_TEXT_COLUMN: &str = "text";
+/// How much of a user's own text the tokenizer is trained on.
+const FOLDER_TOKENIZER_CHARACTERS: usize = 1_000_000_000;
+/// The tokenizer sees this much of the start of each document.
+const DOCUMENT_CHARACTERS: usize = 10_000;
+/// Generated documents form groups of this size.
+const GENERATED_GROUP: usize = 1024;
+
+/// What to prepare, as on the command line.
+#[derive(Clone, Debug)]
+pub struct PrepareOptions {
+    /// A data set's name or a folder.
+    pub dataset: String,
+    /// The cache folder; see [`cache_folder`] for what none means.
+    pub cache_dir: Option<PathBuf>,
+    /// Training shards to fetch, -1 for all.
+    pub num_shards: i64,
+    /// Files to fetch at a time.
+    pub download_workers: usize,
+    /// Size of the vocabulary.
+    pub vocab_size: usize,
+    /// Whether to replace a tokenizer that is there.
+    pub retrain_tokenizer: bool,
+}
+
+impl Default for PrepareOptions {
+    fn default() -> Self {
+        Self {
+            dataset: DEFAULT_DATASET.to_string(),
+            cache_dir: None,
+            num_shards: 10,
+            download_workers: 8,
+            vocab_size: DEFAULT_VOCAB_SIZE,
+            retrain_tokenizer: false,
+        }
+    }
+}
+
+/// A data set that is ready to train on, with its tokenizer.
+#[derive(Debug)]
+pub struct Prepared {
+    folder: PathBuf,
+    record: Record,
+    tokenizer: Arc<Tokenizer>,
+}
+
+/// What `prepared.json` holds.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Record {
+    format: u32,
+    name: String,
+    /// The user's folder with the files; where there is none, they lie beside the record.
+    corpus: Option<PathBuf>,
+    files: Files,
+}
+
+/// Which files hold the documents, by name.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "kind", rename_all = "snake_case", deny_unknown_fields)]
+enum Files {
+    Shards {
+        column: String,
+        train: Vec<String>,
+        validation: String,
+    },
+    Rows {
+        column: String,
+        file: String,
+        first_validation_row: usize,
+        first_training_row: usize,
+    },
+    Text {
+        files: Vec<String>,
+    },
+    Generated,
+}
+
+/// The cache folder: `flag`, or else the environment's [`CACHE_VARIABLE`], or else `~/.cache/autoresearch`.
+///
+/// # Errors
+/// If none of them is there.
+pub fn cache_folder(flag: Option<&Path>) -> Result<PathBuf> {
+    first_cache_folder(flag, std::env::var_os(CACHE_VARIABLE), std::env::home_dir())
+}
+
+fn first_cache_folder(
+    flag: Option<&Path>,
+    variable: Option<OsString>,
+    home: Option<PathBuf>,
+) -> Result<PathBuf> {
+    let named = flag
+        .map(Path::to_path_buf)
+        .or(variable.map(PathBuf::from))
+        .filter(|path| !path.as_os_str().is_empty());
+    let home = home.filter(|path| !path.as_os_str().is_empty());
+    named.or(home.map(|home| home.join(".cache").join("autoresearch"))).ok_or_else(|| {
+        anyhow!("cache folder: expected one in --cache-dir, {CACHE_VARIABLE} or the home folder, found none; hint: pass --cache-dir DIR")
+    })
+}
+
+/// Gets a data set, trains its tokenizer and records both; what is there already is kept. `say` is told what was done.
+///
+/// # Errors
+/// If an option is out of range, the cache cannot be written, the data cannot be fetched or read or holds no text, or a
+/// tokenizer with another vocabulary is there and is not to be replaced.
+pub fn prepare(options: &PrepareOptions, mut say: impl FnMut(&str)) -> Result<Prepared> {
+    ensure!(
+        options.num_shards > 0 || options.num_shards == -1,
+        "--num-shards: expected a positive number or -1 for all, found {}; hint: 10 is the default",
+        options.num_shards
+    );
+    let dataset = Dataset::from_argument(&options.dataset)?;
+    let (name, folder) = place(&dataset, options.cache_dir.as_deref())?;
+    fs::create_dir_all(&folder).map_err(|error| {
+        anyhow!(
+            "{}: the cache folder cannot be made ({error}); hint: name a folder that you may write to with --cache-dir or {CACHE_VARIABLE}",
+            folder.display()
+        )
+    })?;
+    say(&format!("data set {name} in {}", folder.display()));
+
+    let kept = if options.retrain_tokenizer {
+        None
+    } else {
+        kept_tokenizer(&folder, options.vocab_size, &mut say)?
+    };
+    let record = get_files(&dataset, name, &folder, options, &mut say)?;
+    let characters = match &dataset {
+        Dataset::Named(manifest) => manifest.tokenizer_characters,
+        Dataset::Folder(_) => FOLDER_TOKENIZER_CHARACTERS,
+    };
+    let train = record.documents(&folder, Split::Train)?;
+    let validation = record.documents(&folder, Split::Validation)?;
+    train.require_text(&format!("{}, training split", options.dataset))?;
+    validation.require_text(&format!("{}, validation split", options.dataset))?;
+    say(&format!(
+        "{} training documents, {} validation documents",
+        train.len(),
+        validation.len()
+    ));
+
+    let tokenizer = match kept {
+        Some(tokenizer) => {
+            say(&format!(
+                "tokenizer: kept, vocabulary {}",
+                tokenizer.vocab_size()
+            ));
+            tokenizer
+        }
+        None => {
+            let tokenizer = train_tokenizer(&train, options.vocab_size, characters)?;
+            tokenizer.save(&folder)?;
+            say(&format!(
+                "tokenizer: trained, vocabulary {}",
+                tokenizer.vocab_size()
+            ));
+            tokenizer
+        }
+    };
+    let text =
+        serde_json::to_string_pretty(&record).context("the record of a data set is valid JSON")?;
+    write_atomically(&folder.join(RECORD), text.as_bytes())?;
+    Ok(Prepared {
+        folder,
+        record,
+        tokenizer: Arc::new(tokenizer),
+    })
+}
+
+impl Prepared {
+    /// Opens what [`prepare`] made of `dataset`; with `vocab_size`, makes sure that the tokenizer has it.
+    ///
+    /// # Errors
+    /// If the data set is not prepared, its record or tokenizer is damaged, or the vocabulary is another.
+    pub fn open(
+        dataset: &str,
+        cache_dir: Option<&Path>,
+        vocab_size: Option<usize>,
+    ) -> Result<Self> {
+        let (_, folder) = place(&Dataset::from_argument(dataset)?, cache_dir)?;
+        let path = folder.join(RECORD);
+        let command = format!("autoresearch prepare --dataset {dataset}");
+        let text = match fs::read_to_string(&path) {
+            Ok(text) => text,
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => bail!(
+                "{}: expected the prepared data set {dataset}, found no {RECORD}; hint: run `{command}`",
+                folder.display()
+            ),
+            Err(error) => bail!(
+                "{}: the cache cannot be read ({error}); hint: check --cache-dir, {CACHE_VARIABLE} and the folder's permissions",
+                path.display()
+            ),
+        };
+        let record: Record = serde_json::from_str(&text).map_err(|error| {
+            anyhow!("{}: expected the record of a data set, found: {error}; hint: run `{command}` again", path.display())
+        })?;
+        ensure!(
+            record.format == RECORD_FORMAT,
+            "{}: expected format {RECORD_FORMAT}, found {}; hint: run `{command}` again",
+            path.display(),
+            record.format
+        );
+        let tokenizer = Tokenizer::load(&folder)?;
+        if let Some(expected) = vocab_size {
+            check_vocabulary(&folder, &tokenizer, expected)?;
+        }
+        Ok(Self {
+            folder,
+            record,
+            tokenizer: Arc::new(tokenizer),
+        })
+    }
+
+    /// The data set's name; of a folder, its last component and a hash of its path.
+    pub fn name(&self) -> &str {
+        &self.record.name
+    }
+
+    /// The data set's folder in the cache.
+    pub fn folder(&self) -> &Path {
+        &self.folder
+    }
+
+    /// Whether this is the generated data set, whose information content is known.
+    pub fn is_tales(&self) -> bool {
+        self.record.files == Files::Generated
+    }
+
+    /// The tokenizer that was trained on the training split.
+    pub fn tokenizer(&self) -> &Arc<Tokenizer> {
+        &self.tokenizer
+    }
+
+    /// Opens the documents of one split.
+    ///
+    /// # Errors
+    /// If a file is missing or damaged.
+    pub fn documents(&self, split: Split) -> Result<Documents> {
+        self.record.documents(&self.folder, split)
+    }
+}
+
+impl Record {
+    fn documents(&self, folder: &Path, split: Split) -> Result<Documents> {
+        let corpus = self.corpus.as_deref().unwrap_or(folder);
+        let paths = |names: &[String]| {
+            names
+                .iter()
+                .map(|name| corpus.join(name))
+                .collect::<Vec<_>>()
+        };
+        Ok(match (&self.files, split) {
+            (Files::Shards { column, train, .. }, Split::Train) => {
+                Documents::from_parquet(ParquetShards::open(paths(train), column)?)
+            }
+            (
+                Files::Shards {
+                    column, validation, ..
+                },
+                Split::Validation,
+            ) => Documents::from_parquet(ParquetShards::open(
+                paths(std::slice::from_ref(validation)),
+                column,
+            )?),
+            (
+                Files::Rows {
+                    column,
+                    file,
+                    first_validation_row,
+                    first_training_row,
+                },
+                split,
+            ) => {
+                let rows = match split {
+                    Split::Train => *first_training_row..usize::MAX,
+                    Split::Validation => *first_validation_row..*first_training_row,
+                };
+                Documents::from_parquet(ParquetShards::open_rows(
+                    paths(std::slice::from_ref(file)),
+                    column,
+                    rows,
+                )?)
+            }
+            (Files::Text { files }, split) => {
+                Documents::from_text(TextFiles::open(paths(files), split)?)
+            }
+            (Files::Generated, Split::Train) => Documents::generated(
+                tales::TRAIN_DOCUMENTS,
+                GENERATED_GROUP,
+                tales::train_document,
+            ),
+            (Files::Generated, Split::Validation) => Documents::generated(
+                tales::VALIDATION_DOCUMENTS,
+                GENERATED_GROUP,
+                tales::validation_document,
+            ),
+        })
+    }
+}
+
+/// A data set's name and its folder in the cache.
+fn place(dataset: &Dataset, cache_dir: Option<&Path>) -> Result<(String, PathBuf)> {
+    let name = match dataset {
+        Dataset::Named(manifest) => manifest.name.clone(),
+        Dataset::Folder(path) => {
+            let last = path
+                .file_name()
+                .map_or_else(|| "root".into(), |last| last.to_string_lossy());
+            let hash = Sha256::digest(path.as_os_str().as_encoded_bytes());
+            let hash: String = hash
+                .iter()
+                .take(4)
+                .map(|byte| format!("{byte:02x}"))
+                .collect();
+            format!("{last}-{hash}")
+        }
+    };
+    let folder = cache_folder(cache_dir)?.join(&name);
+    Ok((name, folder))
+}
+
+/// Makes sure that the data set's files are there and lists them.
+fn get_files(
+    dataset: &Dataset,
+    name: String,
+    folder: &Path,
+    options: &PrepareOptions,
+    say: &mut impl FnMut(&str),
+) -> Result<Record> {
+    let (corpus, files) = match dataset {
+        Dataset::Folder(corpus) => (Some(corpus.clone()), list_folder(corpus, say)?),
+        Dataset::Named(manifest) => (None, fetch(manifest, folder, options, say)?),
+    };
+    Ok(Record {
+        format: RECORD_FORMAT,
+        name,
+        corpus,
+        files,
+    })
+}
+
+fn fetch(
+    manifest: &Manifest,
+    folder: &Path,
+    options: &PrepareOptions,
+    say: &mut impl FnMut(&str),
+) -> Result<Files> {
+    let column = manifest.text_column.clone();
+    let mut fetch = |repository: &str, first: &str, others: &[String]| -> Result<()> {
+        let fetched =
+            Hub::new(repository).fetch(folder, first, others, options.download_workers)?;
+        say(&format!(
+            "files from {repository}: {} fetched, {} there already",
+            fetched.new, fetched.kept
+        ));
+        Ok(())
+    };
+    match &manifest.source {
+        Source::HubShards(hub) => {
+            // -1 is no size: all of them.
+            let train =
+                hub.training_files(usize::try_from(options.num_shards).unwrap_or(usize::MAX));
+            let validation = hub.validation_file();
+            fetch(&hub.repository, &validation, &train)?;
+            Ok(Files::Shards {
+                column,
+                train,
+                validation,
+            })
+        }
+        Source::HubFile {
+            repository,
+            file,
+            first_validation_row,
+            first_training_row,
+        } => {
+            fetch(repository, file, &[])?;
+            Ok(Files::Rows {
+                column,
+                file: file.clone(),
+                first_validation_row: *first_validation_row,
+                first_training_row: *first_training_row,
+            })
+        }
+        Source::Generated => Ok(Files::Generated),
+    }
+}
+
+/// Which files of a user's folder are read, and how they are split.
+fn list_folder(corpus: &Path, say: &mut impl FnMut(&str)) -> Result<Files> {
+    let unreadable = |error: std::io::Error| {
+        anyhow!(
+            "{}: the folder cannot be read ({error}); hint: check its permissions",
+            corpus.display()
+        )
+    };
+    let (mut shards, mut texts) = (Vec::new(), Vec::new());
+    for entry in fs::read_dir(corpus).map_err(unreadable)? {
+        let path = entry.map_err(unreadable)?.path();
+        // A name that is no UTF-8 has none of the extensions, as far as we are concerned.
+        let Some(name) = path.file_name().and_then(|name| name.to_str()) else {
+            continue;
+        };
+        if name.starts_with('.') || !path.is_file() {
+            continue;
+        }
+        let extension = path
+            .extension()
+            .and_then(|extension| extension.to_str())
+            .unwrap_or("")
+            .to_ascii_lowercase();
+        match extension.as_str() {
+            "parquet" => shards.push(name.to_string()),
+            "txt" | "md" | "jsonl" => texts.push(name.to_string()),
+            _ => {}
+        }
+    }
+    shards.sort();
+    texts.sort();
+    if let Some(validation) = shards.pop() {
+        ensure!(
+            !shards.is_empty(),
+            "{}: expected a training shard beside the validation shard {validation}, which is the last .parquet file by name, found none; \
+             hint: add a shard or split this one",
+            corpus.display()
+        );
+        say(&format!(
+            "{} training shards, validation on {validation}, the last by name",
+            shards.len()
+        ));
+        if !texts.is_empty() {
+            say(&format!(
+                "{} text files beside the .parquet files are not read",
+                texts.len()
+            ));
+        }
+        return Ok(Files::Shards {
+            column: FOLDER_TEXT_COLUMN.to_string(),
+            train: shards,
+            validation,
+        });
+    }
+    ensure!(
+        !texts.is_empty(),
+        "{}: expected .parquet, .txt, .md or .jsonl files, found none of them; hint: name the folder that holds the files itself",
+        corpus.display()
+    );
+    say(&format!("{} text files; {SPLIT_RULE}", texts.len()));
+    Ok(Files::Text { files: texts })
+}
+
+/// The tokenizer in `folder`, if there is a whole one.
+fn kept_tokenizer(
+    folder: &Path,
+    vocab_size: usize,
+    say: &mut impl FnMut(&str),
+) -> Result<Option<Tokenizer>> {
+    if !folder.join(RECORD).exists() {
+        return Ok(None);
+    }
+    match Tokenizer::load(folder) {
+        Ok(tokenizer) => {
+            check_vocabulary(folder, &tokenizer, vocab_size)?;
+            Ok(Some(tokenizer))
+        }
+        Err(error) => {
+            say(&format!(
+                "tokenizer: trained again, as the one that is there cannot be used: {error:#}"
+            ));
+            Ok(None)
+        }
+    }
+}
+
+fn check_vocabulary(folder: &Path, tokenizer: &Tokenizer, expected: usize) -> Result<()> {
+    let found = tokenizer.vocab_size();
+    ensure!(
+        found == expected,
+        "{}: expected a tokenizer with a vocabulary of {expected}, found one of {found}; hint: keep --vocab-size {found}, or replace it \
+         with `autoresearch prepare --vocab-size {expected} --retrain-tokenizer`",
+        folder.display()
+    );
+    Ok(())
+}
+
+fn train_tokenizer(
+    documents: &Documents,
+    vocab_size: usize,
+    characters: usize,
+) -> Result<Tokenizer> {
+    let options = TrainOptions {
+        vocab_size,
+        max_chars: characters,
+        doc_cap_chars: DOCUMENT_CHARACTERS,
+    };
+    let bar = ProgressBar::new(0);
+    bar.set_style(ProgressStyle::with_template(
+        "tokenizer: {msg} {wide_bar} {percent}% [{elapsed_precise}]",
+    )?);
+    let texts = documents.iter().map(|text| Ok(text?.to_string()));
+    let tokenizer = Tokenizer::train(texts, &options, |stage, done, total| {
+        if bar.message() != stage {
+            bar.set_message(stage.to_string());
+        }
+        bar.set_length(total);
+        bar.set_position(done);
+    });
+    bar.finish_and_clear();
+    tokenizer
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::data::parquet_shards::tests::write_shard;
+
+    const STORY: &str =
+        "The cat sat on the mat, and the dog sat on the cat, and then the mat sat on the dog.";
+
+    /// A corpus and a cache for it.
+    struct Place {
+        corpus: tempfile::TempDir,
+        cache: tempfile::TempDir,
+    }
+
+    impl Place {
+        fn new() -> Self {
+            Self {
+                corpus: tempfile::tempdir().unwrap(),
+                cache: tempfile::tempdir().unwrap(),
+            }
+        }
+
+        fn shard(self, name: &str, texts: &[Option<&str>]) -> Self {
+            write_shard(&self.corpus.path().join(name), texts);
+            self
+        }
+
+        fn file(self, name: &str, content: &[u8]) -> Self {
+            fs::write(self.corpus.path().join(name), content).unwrap();
+            self
+        }
+
+        fn options(&self) -> PrepareOptions {
+            PrepareOptions {
+                dataset: self.corpus.path().to_str().unwrap().to_string(),
+                cache_dir: Some(self.cache.path().to_path_buf()),
+                vocab_size: 270,
+                ..PrepareOptions::default()
+            }
+        }
+
+        fn prepare(&self) -> (Prepared, String) {
+            self.prepare_with(&self.options())
+        }
+
+        fn prepare_with(&self, options: &PrepareOptions) -> (Prepared, String) {
+            let mut said = String::new();
+            let prepared = prepare(options, |line| said += &format!("{line}\n")).unwrap();
+            (prepared, said)
+        }
+
+        fn open(&self, vocab_size: Option<usize>) -> Result<Prepared> {
+            Prepared::open(&self.options().dataset, Some(self.cache.path()), vocab_size)
+        }
+
+        fn refusal(&self) -> String {
+            one_line(prepare(&self.options(), |_| {}))
+        }
+    }
+
+    fn one_line<T>(result: Result<T>) -> String {
+        let message = format!("{:#}", result.err().expect("refused"));
+        assert!(
+            message.contains("; hint: ") && !message.contains('\n'),
+            "{message}"
+        );
+        message
+    }
+
+    fn shards() -> Place {
+        let other = STORY.to_uppercase();
+        Place::new()
+            .shard("a.parquet", &[Some(STORY), None])
+            .shard("b.parquet", &[Some(&other)])
+            .shard("c.parquet", &[Some("validation")])
+    }
+
+    fn texts(prepared: &Prepared, split: Split) -> Vec<String> {
+        prepared
+            .documents(split)
+            .unwrap()
+            .iter()
+            .map(|text| text.unwrap().to_string())
+            .collect()
+    }
+
+    #[test]
+    fn the_last_shard_by_name_is_validation_and_other_files_are_left_alone() {
+        let place = shards()
+            .file("README.md", b"about")
+            .file(".hidden.parquet", b"no parquet");
+        let (prepared, said) = place.prepare();
+        assert_eq!(
+            texts(&prepared, Split::Train),
+            [STORY, "", &STORY.to_uppercase()]
+        );
+        assert_eq!(texts(&prepared, Split::Validation), ["validation"]);
+        assert!(
+            said.contains("validation on c.parquet") && said.contains("1 text files beside"),
+            "{said}"
+        );
+        assert!(!prepared.is_tales());
+    }
+
+    #[test]
+    fn what_was_prepared_opens_again() {
+        let place = shards();
+        let (prepared, _) = place.prepare();
+        let opened = place.open(Some(270)).unwrap();
+        assert_eq!(opened.record, prepared.record);
+        assert_eq!(opened.tokenizer().ranks(), prepared.tokenizer().ranks());
+        assert_eq!(texts(&opened, Split::Train), texts(&prepared, Split::Train));
+    }
+
+    #[test]
+    fn a_second_run_keeps_the_tokenizer_and_another_vocabulary_must_be_asked_for() {
+        let place = shards();
+        place.prepare();
+        assert!(
+            place
+                .prepare()
+                .1
+                .contains("tokenizer: kept, vocabulary 270")
+        );
+        let other = PrepareOptions {
+            vocab_size: 280,
+            ..place.options()
+        };
+        let message = one_line(prepare(&other, |_| {}));
+        assert!(
+            message.contains("vocabulary of 280, found one of 270"),
+            "{message}"
+        );
+        assert!(one_line(place.open(Some(280))).contains("--retrain-tokenizer"));
+        let (prepared, said) = place.prepare_with(&PrepareOptions {
+            retrain_tokenizer: true,
+            ..other
+        });
+        assert!(
+            said.contains("tokenizer: trained, vocabulary 280"),
+            "{said}"
+        );
+        assert_eq!(prepared.tokenizer().vocab_size(), 280);
+        place.open(Some(280)).unwrap();
+    }
+
+    #[test]
+    fn a_damaged_tokenizer_is_refused_and_prepare_repairs_it() {
+        let place = shards();
+        let (prepared, _) = place.prepare();
+        fs::write(prepared.folder().join("tokenizer.tiktoken"), "damaged").unwrap();
+        one_line(place.open(None));
+        assert!(place.prepare().1.contains("tokenizer: trained again"));
+        place.open(None).unwrap();
+    }
+
+    #[test]
+    fn text_files_are_split_by_the_stated_rule() {
+        let lines: String = (0..60)
+            .map(|number| format!("{{\"text\": \"{number} {STORY}\"}}\n"))
+            .collect();
+        let place = Place::new()
+            .file("a.jsonl", lines.as_bytes())
+            .file("b.txt", STORY.as_bytes());
+        let (prepared, said) = place.prepare();
+        assert!(said.contains("SHA-256"), "{said}");
+        let (train, validation) = (
+            texts(&prepared, Split::Train),
+            texts(&prepared, Split::Validation),
+        );
+        assert_eq!(train.len() + validation.len(), 61);
+        assert!(!validation.is_empty() && validation.iter().all(|text| !train.contains(text)));
+    }
+
+    #[test]
+    fn a_single_file_is_split_by_row() {
+        let place = shards().shard(
+            "all.parquet",
+            &["test", "validation", "train", "more"].map(Some),
+        );
+        let record = Record {
+            format: RECORD_FORMAT,
+            name: "rows".to_string(),
+            corpus: None,
+            files: Files::Rows {
+                column: "text".to_string(),
+                file: "all.parquet".to_string(),
+                first_validation_row: 1,
+                first_training_row: 2,
+            },
+        };
+        let texts = |split| -> Vec<String> {
+            let documents = record.documents(place.corpus.path(), split).unwrap();
+            documents
+                .iter()
+                .map(|text| text.unwrap().to_string())
+                .collect()
+        };
+        assert_eq!(texts(Split::Validation), ["validation"]);
+        assert_eq!(texts(Split::Train), ["train", "more"]);
+    }
+
+    #[test]
+    fn a_single_shard_leaves_none_to_train_on() {
+        let message = Place::new().shard("only.parquet", &[Some(STORY)]).refusal();
+        assert!(
+            message.contains("expected a training shard beside the validation shard only.parquet"),
+            "{message}"
+        );
+    }
+
+    #[test]
+    fn a_folder_without_texts_is_refused() {
+        assert!(
+            Place::new()
+                .file("image.png", b"")
+                .refusal()
+                .contains("expected .parquet, .txt, .md or .jsonl files")
+        );
+    }
+
+    #[test]
+    fn an_empty_corpus_is_refused() {
+        let place = Place::new()
+            .shard("a.parquet", &[None, Some("")])
+            .shard("b.parquet", &[Some(STORY)]);
+        assert!(
+            place
+                .refusal()
+                .contains("training split: expected text, found no non-empty document among 2")
+        );
+        let place = Place::new()
+            .shard("a.parquet", &[Some(STORY)])
+            .shard("b.parquet", &[]);
+        assert!(
+            place
+                .refusal()
+                .contains("validation split: expected text, found no non-empty document among 0")
+        );
+    }
+
+    #[test]
+    fn a_truncated_shard_is_refused_by_name() {
+        let place = shards();
+        let path = place.corpus.path().join("b.parquet");
+        let whole = fs::read(&path).unwrap();
+        fs::write(&path, &whole[..whole.len() - 9]).unwrap();
+        let message = place.refusal();
+        assert!(
+            message.contains("b.parquet: expected a complete parquet file"),
+            "{message}"
+        );
+    }
+
+    #[test]
+    fn what_is_not_prepared_names_the_command() {
+        let place = shards();
+        let message = one_line(place.open(None));
+        assert!(
+            message.contains("autoresearch prepare --dataset"),
+            "{message}"
+        );
+        assert!(
+            message.starts_with(place.cache.path().to_str().unwrap()),
+            "{message}"
+        );
+    }
+
+    #[test]
+    fn a_cache_that_cannot_be_used_is_refused() {
+        let place = shards();
+        let blocked = place.cache.path().join("blocked");
+        fs::write(&blocked, "a file").unwrap();
+        let options = PrepareOptions {
+            cache_dir: Some(blocked.clone()),
+            ..place.options()
+        };
+        assert!(one_line(prepare(&options, |_| {})).contains("the cache folder cannot be made"));
+        assert!(
+            one_line(Prepared::open(&options.dataset, Some(&blocked), None))
+                .contains("the cache cannot be read")
+        );
+    }
+
+    #[test]
+    fn a_damaged_record_is_refused() {
+        let place = shards();
+        let (prepared, _) = place.prepare();
+        for content in ["{", "{\"format\": 1}"] {
+            fs::write(prepared.folder().join(RECORD), content).unwrap();
+            assert!(one_line(place.open(None)).contains("expected the record of a data set"));
+        }
+    }
+
+    #[test]
+    fn impossible_numbers_of_shards_are_refused() {
+        for num_shards in [0, -2] {
+            let options = PrepareOptions {
+                num_shards,
+                ..shards().options()
+            };
+            assert!(one_line(prepare(&options, |_| {})).starts_with("--num-shards: "));
+        }
+    }
+
+    #[test]
+    fn folders_of_the_same_name_do_not_share_a_cache() {
+        let root = tempfile::tempdir().unwrap();
+        let [one, two] = ["one", "two"].map(|parent| root.path().join(parent).join("texts"));
+        let names = [&one, &two].map(|path| {
+            place(&Dataset::Folder(path.clone()), Some(root.path()))
+                .unwrap()
+                .0
+        });
+        assert!(
+            names.iter().all(|name| name.starts_with("texts-")) && names[0] != names[1],
+            "{names:?}"
+        );
+    }
+
+    #[test]
+    fn the_flag_wins_over_the_variable_and_that_over_the_home_folder() {
+        let (flag, variable, home) = (
+            Path::new("/flag"),
+            OsString::from("/variable"),
+            PathBuf::from("/home"),
+        );
+        let folder = |flag, variable, home| first_cache_folder(flag, variable, home).unwrap();
+        assert_eq!(
+            folder(Some(flag), Some(variable.clone()), Some(home.clone())),
+            flag
+        );
+        assert_eq!(
+            folder(None, Some(variable), Some(home.clone())),
+            Path::new("/variable")
+        );
+        assert_eq!(
+            folder(None, Some(OsString::new()), Some(home.clone())),
+            Path::new("/home/.cache/autoresearch")
+        );
+        assert!(one_line(first_cache_folder(None, None, None)).contains("--cache-dir"));
+    }
+
+    #[test]
+    fn the_generated_data_set_needs_nothing() {
+        let cache = tempfile::tempdir().unwrap();
+        let options = PrepareOptions {
+            dataset: "tales".to_string(),
+            cache_dir: Some(cache.path().to_path_buf()),
+            vocab_size: 300,
+            ..PrepareOptions::default()
+        };
+        let prepared = prepare(&options, |_| {}).unwrap();
+        assert!(prepared.is_tales());
+        assert_eq!(
+            *prepared.documents(Split::Train).unwrap().get(5).unwrap(),
+            *tales::train_document(5)
+        );
+        assert_eq!(
+            *prepared
+                .documents(Split::Validation)
+                .unwrap()
+                .get(5)
+                .unwrap(),
+            *tales::validation_document(5)
+        );
+    }
+}
