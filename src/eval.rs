@@ -1,0 +1,113 @@
+//! The metric: validation bits per byte, computed from the model's logits, identical for every batch size.
+
+use crate::data::loader::Loader;
+use crate::model::Gpt;
+use anyhow::{Result, bail};
+use burn::tensor::{Device, Int, Tensor, TensorData, activation};
+use std::time::{Duration, Instant};
+
+/// Logits that exist at once; memory does not grow with batch × vocabulary.
+const CHUNK_LOGITS: usize = 1 << 22;
+
+/// The outcome of an evaluation.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Evaluation {
+    /// Sum of −ln p over the targets that stand for bytes.
+    pub nats: f64,
+    /// Bytes that these targets stand for.
+    pub bytes: u64,
+    /// Bytes as the Python original counts them.
+    pub upstream_bytes: u64,
+    /// Targets looked at, those without bytes included.
+    pub tokens: u64,
+    /// Wall time.
+    pub duration: Duration,
+}
+
+impl Evaluation {
+    /// Bits per byte.
+    pub fn bpb(&self) -> f64 {
+        self.nats / (std::f64::consts::LN_2 * self.bytes as f64)
+    }
+
+    /// Bits per byte with the Python original's byte counts.
+    pub fn bpb_upstream(&self) -> f64 {
+        self.nats / (std::f64::consts::LN_2 * self.upstream_bytes as f64)
+    }
+}
+
+/// How many bytes each token stands for.
+#[derive(Clone, Debug)]
+pub struct ByteLengths {
+    /// The token's own bytes; 0 for special tokens, which are not scored.
+    pub exact: Vec<u32>,
+    /// As the Python original counts.
+    pub upstream: Vec<u32>,
+}
+
+/// Bits per byte of `model` on every row that `rows` gives.
+///
+/// The loss is computed here from the logits, not by the model: an edited model cannot grade itself.
+///
+/// # Errors
+/// If the rows cannot be read, there are none, or the model's logits are not one for each token id.
+pub fn evaluate_bpb(model: &Gpt, rows: &mut Loader, lengths: &ByteLengths, device: &Device) -> Result<Evaluation> {
+    let start = Instant::now();
+    let (mut nats, mut bytes, mut upstream_bytes, mut tokens) = (0f64, 0u64, 0u64, 0u64);
+    while let Some(batch) = rows.next_batch()? {
+        let (b, t) = (batch.row_count, batch.row_length - 1);
+        let (input, targets) = input_and_targets(&batch.rows, batch.row_length, device);
+        let losses = token_losses(model, input, targets, lengths.exact.len())?;
+        debug_assert_eq!(losses.len(), b * t);
+        let targets = batch.rows.chunks_exact(batch.row_length).flat_map(|row| &row[1..]);
+        for (&target, loss) in targets.zip(losses) {
+            let length = lengths.exact[target as usize];
+            if length > 0 {
+                nats += loss as f64;
+                bytes += length as u64;
+                upstream_bytes += lengths.upstream[target as usize] as u64;
+            }
+            tokens += 1;
+        }
+    }
+    if bytes == 0 {
+        bail!(
+            "the validation text gives no whole row to evaluate, expected at least one; hint: it is too short for sequence_len: use more text or a shorter context"
+        );
+    }
+    Ok(Evaluation { nats, bytes, upstream_bytes, tokens, duration: start.elapsed() })
+}
+
+/// Rows of t + 1 tokens as inputs and targets, each `[b, t]`.
+pub fn input_and_targets(rows: &[u32], row_length: usize, device: &Device) -> (Tensor<2, Int>, Tensor<2, Int>) {
+    let (b, t) = (rows.len() / row_length, row_length - 1);
+    let part = |from: usize, to: usize| {
+        let ids: Vec<i32> = rows.chunks_exact(row_length).flat_map(|row| &row[from..to]).map(|&id| id as i32).collect();
+        Tensor::from_data(TensorData::new(ids, [b, t]), device)
+    };
+    (part(0, t), part(1, t + 1))
+}
+
+/// −ln p of each target, row after row.
+fn token_losses(model: &Gpt, input: Tensor<2, Int>, targets: Tensor<2, Int>, vocab_size: usize) -> Result<Vec<f32>> {
+    let hidden = model.hidden(input);
+    let [b, t, c] = hidden.dims();
+    let (hidden, targets) = (hidden.reshape([b * t, c]), targets.reshape([b * t, 1]));
+    let mut losses = Vec::with_capacity(b * t);
+    let chunk = (CHUNK_LOGITS / vocab_size).max(1);
+    for start in (0..b * t).step_by(chunk) {
+        let end = (start + chunk).min(b * t);
+        let logits = model.logits(hidden.clone().slice([start..end, 0..c])); // [rows, v]
+        if logits.dims() != [end - start, vocab_size] {
+            bail!(
+                "the model's logits have the shape {:?}, expected [{}, {vocab_size}], one for each token id; hint: see logits in src/model.rs",
+                logits.dims(),
+                end - start
+            );
+        }
+        let picked = activation::log_softmax(logits, 1).gather(1, targets.clone().slice([start..end, 0..1]));
+        let values = picked.neg().into_data_as::<f32>();
+        losses.extend(values.iter::<f32>());
+    }
+    Ok(losses)
+}

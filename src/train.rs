@@ -1,0 +1,256 @@
+//! The training loop: gradient accumulation, schedules, and the clock that decides when the budget is spent.
+
+use crate::data::loader::{Loader, LoaderState};
+use crate::eval::input_and_targets;
+use crate::model::{Gpt, Hyperparameters};
+use crate::optim::{MuonAdamW, Schedule};
+use crate::parameters::take_gradients;
+use anyhow::{Context, Result, bail};
+use burn::tensor::{Device, Tensor};
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// A loss above this, or one that is not a number, ends the run.
+const LARGEST_LOSS: f64 = 100.0;
+/// Weight of the past in the smoothed loss.
+const SMOOTHING: f64 = 0.9;
+
+/// Time since some fixed moment; tests pass one of their own.
+pub trait Clock {
+    /// The time now; never less than before.
+    fn now(&self) -> Duration;
+}
+
+/// The system's monotonic clock.
+#[derive(Debug)]
+pub struct MonotonicClock(Instant);
+
+impl MonotonicClock {
+    /// A clock that starts at zero.
+    pub fn start() -> Self {
+        Self(Instant::now())
+    }
+}
+
+impl Clock for MonotonicClock {
+    fn now(&self) -> Duration {
+        self.0.elapsed()
+    }
+}
+
+/// What ends a run.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Limit {
+    /// Training time; the first `uncharged_steps` are not counted in it.
+    Time {
+        /// The budget.
+        budget: Duration,
+        /// Steps in which compilers and caches warm up.
+        uncharged_steps: usize,
+    },
+    /// Optimizer steps: progress does not depend on the machine.
+    Steps(usize),
+}
+
+/// Sizes of one optimizer step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BatchPlan {
+    /// Rows in a forward pass.
+    pub device_batch_size: usize,
+    /// Forward passes in an optimizer step.
+    pub micro_batches: usize,
+    /// Tokens in an optimizer step.
+    pub tokens: usize,
+}
+
+impl BatchPlan {
+    /// The plan for `hyperparameters` at a context of `sequence_len` tokens.
+    ///
+    /// # Errors
+    /// If the total batch is not a multiple of a forward pass: names the nearest that are.
+    pub fn new(hyperparameters: &Hyperparameters, sequence_len: usize) -> Result<Self> {
+        let (total, rows) = (hyperparameters.total_batch_size, hyperparameters.device_batch_size);
+        let pass = rows * sequence_len;
+        if pass == 0 || total == 0 || !total.is_multiple_of(pass) {
+            if pass == 0 {
+                bail!("device_batch_size must be at least 1, found {rows}; hint: see Hyperparameters in src/model.rs");
+            }
+            let below = total / pass * pass;
+            let nearest = if below == 0 { format!("{pass}") } else { format!("{below} or {}", below + pass) };
+            bail!(
+                "total_batch_size {total} is not a multiple of device_batch_size {rows} · sequence_len {sequence_len} = {pass} tokens; hint: the nearest legal values are {nearest}, see Hyperparameters in src/model.rs"
+            );
+        }
+        Ok(Self { device_batch_size: rows, micro_batches: total / pass, tokens: total })
+    }
+}
+
+/// What happened in one optimizer step.
+#[derive(Clone, Debug)]
+pub struct StepReport {
+    /// Number of the step, from 0.
+    pub step: usize,
+    /// Spent share of the limit before this step, 0 to 1.
+    pub progress: f64,
+    /// Mean loss over the step's tokens in nats.
+    pub loss: f64,
+    /// Exponential moving average of the loss, corrected for its start.
+    pub smoothed_loss: f64,
+    /// Factor of the learning rates.
+    pub lr_multiplier: f64,
+    /// Wall time of the step.
+    pub duration: Duration,
+    /// Part of it in which training waited for data.
+    pub data_wait: Duration,
+    /// Training tokens per second.
+    pub tokens_per_second: f64,
+    /// Pass over the training documents, from 1.
+    pub epoch: usize,
+    /// Budget left, where the limit is a time.
+    pub remaining: Option<Duration>,
+}
+
+/// What a run leaves.
+#[derive(Debug)]
+pub struct Outcome {
+    /// The trained model.
+    pub model: Gpt,
+    /// Optimizer steps taken.
+    pub steps: usize,
+    /// Tokens trained on.
+    pub tokens: u64,
+    /// Charged training time.
+    pub training_time: Duration,
+    /// Charged tokens per second.
+    pub tokens_per_second: f64,
+    /// Where the data loader goes on.
+    pub loader_state: Option<Arc<LoaderState>>,
+}
+
+/// What a training loop needs.
+pub struct Training<'a> {
+    /// The model at the start.
+    pub model: Gpt,
+    /// Its optimizer.
+    pub optimizer: &'a mut MuonAdamW,
+    /// Rows of tokens, [`BatchPlan::device_batch_size`] a batch, without end.
+    pub rows: &'a mut Loader,
+    /// Schedules.
+    pub hyperparameters: &'a Hyperparameters,
+    /// Sizes.
+    pub plan: BatchPlan,
+    /// When to stop.
+    pub limit: Limit,
+    /// Where to compute, without autodiff.
+    pub device: &'a Device,
+    /// What time it is.
+    pub clock: &'a dyn Clock,
+}
+
+impl Training<'_> {
+    /// Trains until the limit is reached, calling `report` after each step.
+    ///
+    /// # Errors
+    /// If the loss is NaN, infinite or above 100 (a message that starts with `FAIL`), or the data cannot be read.
+    pub fn run(self, mut report: impl FnMut(&StepReport) -> Result<()>) -> Result<Outcome> {
+        let Self { mut model, optimizer, rows, hyperparameters, plan, limit, device, clock } = self;
+        let autodiff = device.clone().autodiff();
+        let mut charged = Duration::ZERO;
+        let mut charged_steps = 0;
+        let mut smoothed = 0.0;
+        let mut loader_state = None;
+        let mut step = 0;
+        loop {
+            let progress = match limit {
+                Limit::Time { budget, .. } => (charged.as_secs_f64() / budget.as_secs_f64()).min(1.0),
+                Limit::Steps(steps) => step as f64 / steps as f64,
+            };
+            let start = clock.now();
+            let mut data_wait = Duration::ZERO;
+            let mut epoch = 1;
+            let mut gradients: BTreeMap<String, Tensor<1>> = BTreeMap::new();
+            let mut losses: Option<Tensor<1>> = None;
+            for _ in 0..plan.micro_batches {
+                let batch = rows.next_batch()?.context("the training data ended, expected rows without end")?;
+                data_wait += batch.waited;
+                epoch = batch.epoch;
+                let (input, targets) = input_and_targets(&batch.rows, batch.row_length, &autodiff);
+                loader_state = Some(batch.state);
+                let loss = model.loss(input, targets) / plan.micro_batches as f64;
+                let micro_gradients = take_gradients(&model, &mut loss.backward());
+                accumulate(&mut gradients, micro_gradients);
+                let loss = loss.inner();
+                losses = Some(match losses {
+                    None => loss,
+                    Some(sum) => sum + loss,
+                });
+            }
+            let lr_multiplier = hyperparameters.lr_multiplier(progress);
+            let schedule = Schedule {
+                lr_multiplier,
+                muon_momentum: hyperparameters.muon_momentum(step),
+                weight_decay: hyperparameters.weight_decay(progress),
+            };
+            model = optimizer.step(model, gradients, schedule);
+            let loss = losses.context("a step has at least one forward pass")?.into_scalar::<f32>() as f64;
+            if !loss.is_finite() || loss > LARGEST_LOSS {
+                bail!(
+                    "FAIL: the loss is {loss} at step {step}, expected a number up to {LARGEST_LOSS}; hint: a learning rate or an initialisation in src/model.rs may be too large"
+                );
+            }
+            device.sync().map_err(|error| anyhow::anyhow!("the device failed at step {step}: {error:?}"))?;
+            let duration = clock.now().saturating_sub(start);
+
+            let is_charged = match limit {
+                Limit::Time { uncharged_steps, .. } => step >= uncharged_steps,
+                Limit::Steps(_) => true,
+            };
+            if is_charged {
+                charged += duration;
+                charged_steps += 1;
+            }
+            smoothed = SMOOTHING * smoothed + (1.0 - SMOOTHING) * loss;
+            report(&StepReport {
+                step,
+                progress,
+                loss,
+                smoothed_loss: smoothed / (1.0 - SMOOTHING.powi(step as i32 + 1)),
+                lr_multiplier,
+                duration,
+                data_wait,
+                tokens_per_second: plan.tokens as f64 / duration.as_secs_f64(),
+                epoch,
+                remaining: match limit {
+                    Limit::Time { budget, .. } => Some(budget.saturating_sub(charged)),
+                    Limit::Steps(_) => None,
+                },
+            })?;
+            step += 1;
+            let spent = match limit {
+                Limit::Time { budget, .. } => charged >= budget,
+                Limit::Steps(steps) => step >= steps,
+            };
+            if spent {
+                return Ok(Outcome {
+                    model,
+                    steps: step,
+                    tokens: (step * plan.tokens) as u64,
+                    training_time: charged,
+                    tokens_per_second: (charged_steps * plan.tokens) as f64 / charged.as_secs_f64(),
+                    loader_state,
+                });
+            }
+        }
+    }
+}
+
+fn accumulate(total: &mut BTreeMap<String, Tensor<1>>, part: BTreeMap<String, Tensor<1>>) {
+    for (name, gradient) in part {
+        let sum = match total.remove(&name) {
+            None => gradient,
+            Some(sum) => sum + gradient,
+        };
+        total.insert(name, sum);
+    }
+}
