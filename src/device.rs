@@ -34,7 +34,9 @@ impl ComputeDevice {
             "libtorch:cpu" => libtorch_cpu(),
             "wgpu" => wgpu(),
             "vulkan" => vulkan(),
-            _ => bail!("--device: expected one of {DEVICE_NAMES}, found '{name}'; hint: 'auto' takes the fastest there is"),
+            _ => bail!(
+                "--device: expected one of {DEVICE_NAMES}, found '{name}'; hint: 'auto' takes the fastest there is"
+            ),
         }
     }
 

@@ -2,6 +2,7 @@
 
 use crate::data::loader::Loader;
 use crate::model::Gpt;
+use crate::tokenizer::Tokenizer;
 use anyhow::{Result, bail};
 use burn::tensor::{Device, Int, Tensor, TensorData, activation};
 use std::time::{Duration, Instant};
@@ -43,6 +44,13 @@ pub struct ByteLengths {
     pub exact: Vec<u32>,
     /// As the Python original counts.
     pub upstream: Vec<u32>,
+}
+
+impl ByteLengths {
+    /// Those of `tokenizer`.
+    pub fn of(tokenizer: &Tokenizer) -> Self {
+        Self { exact: tokenizer.byte_lengths(), upstream: tokenizer.upstream_byte_lengths() }
+    }
 }
 
 /// Bits per byte of `model` on every row that `rows` gives.

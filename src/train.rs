@@ -7,6 +7,7 @@ use crate::optim::{MuonAdamW, Schedule};
 use crate::parameters::take_gradients;
 use anyhow::{Context, Result, bail};
 use burn::tensor::{Device, Tensor};
+use serde::Serialize;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -87,7 +88,7 @@ impl BatchPlan {
 }
 
 /// What happened in one optimizer step.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Serialize)]
 pub struct StepReport {
     /// Number of the step, from 0.
     pub step: usize,

@@ -59,17 +59,9 @@ impl Documents {
         group_length: usize,
         write: impl Fn(usize) -> String + Send + Sync + 'static,
     ) -> Self {
-        assert!(
-            group_length > 0,
-            "a group of generated documents holds at least one, got {group_length}"
-        );
-        let lengths = (0..count)
-            .step_by(group_length)
-            .map(|start| group_length.min(count - start));
-        Self::new(
-            Store::Generated(Box::new(write)),
-            lengths.collect::<Vec<_>>(),
-        )
+        assert!(group_length > 0, "a group of generated documents holds at least one, got {group_length}");
+        let lengths = (0..count).step_by(group_length).map(|start| group_length.min(count - start));
+        Self::new(Store::Generated(Box::new(write)), lengths.collect::<Vec<_>>())
     }
 
     fn new(store: Store, group_lengths: impl IntoIterator<Item = usize>) -> Self {
@@ -153,36 +145,22 @@ mod tests {
             next = refill.end;
         }
         assert_eq!(next, 1000);
-        assert_eq!(
-            documents
-                .groups()
-                .map(|group| group.len())
-                .collect::<Vec<_>>(),
-            [300, 300, 300, 100]
-        );
+        assert_eq!(documents.groups().map(|group| group.len()).collect::<Vec<_>>(), [300, 300, 300, 100]);
     }
 
     #[test]
     fn it_is_a_data_set_of_texts() {
         let documents = numbers(5, 2);
         let texts: Vec<Arc<str>> = documents.iter().map(|text| text.unwrap()).collect();
-        assert_eq!(
-            texts.iter().map(|text| &**text).collect::<Vec<_>>(),
-            ["0", "1", "2", "3", "4"]
-        );
+        assert_eq!(texts.iter().map(|text| &**text).collect::<Vec<_>>(), ["0", "1", "2", "3", "4"]);
     }
 
     #[test]
     fn a_corpus_without_text_is_refused() {
         for count in [0, 3] {
-            let error = Documents::generated(count, 2, |_| String::new())
-                .require_text("the corpus")
-                .unwrap_err();
+            let error = Documents::generated(count, 2, |_| String::new()).require_text("the corpus").unwrap_err();
             let message = error.to_string();
-            assert!(
-                message.starts_with("the corpus: ") && message.contains("hint: "),
-                "{message}"
-            );
+            assert!(message.starts_with("the corpus: ") && message.contains("hint: "), "{message}");
         }
         numbers(3, 2).require_text("the corpus").unwrap();
     }

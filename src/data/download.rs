@@ -39,12 +39,7 @@ pub struct Fetched {
 impl Hub {
     /// The public hub, with patience for a network that fails now and then.
     pub fn new(repository: &str) -> Self {
-        Self {
-            repository: repository.to_string(),
-            endpoint: None,
-            attempts: 5,
-            first_wait: Duration::from_secs(1),
-        }
+        Self { repository: repository.to_string(), endpoint: None, attempts: 5, first_wait: Duration::from_secs(1) }
     }
 
     /// Makes sure that `folder` holds the parquet file `first` and then, `workers` at a time, those of `others`.
@@ -52,35 +47,21 @@ impl Hub {
     /// # Errors
     /// If `workers` is 0, if `first` cannot be fetched, or, after all others have been tried, if any of them cannot:
     /// the message names each.
-    pub fn fetch(
-        &self,
-        folder: &Path,
-        first: &str,
-        others: &[String],
-        workers: usize,
-    ) -> Result<Fetched> {
-        ensure!(
-            workers > 0,
-            "--download-workers: expected a positive number, found 0; hint: 8 is the default"
-        );
+    pub fn fetch(&self, folder: &Path, first: &str, others: &[String], workers: usize) -> Result<Fetched> {
+        ensure!(workers > 0, "--download-workers: expected a positive number, found 0; hint: 8 is the default");
         let missing = |file: &&String| !parquet_shards::is_complete(&folder.join(file.as_str()));
         let first = first.to_string();
         let wanted: VecDeque<&String> = others.iter().filter(missing).collect();
         let first_is_missing = missing(&&first);
         let new = wanted.len() + usize::from(first_is_missing);
-        let fetched = Fetched {
-            new,
-            kept: 1 + others.len() - new,
-        };
+        let fetched = Fetched { new, kept: 1 + others.len() - new };
         if new == 0 {
             return Ok(fetched);
         }
 
         let display = MultiProgress::new();
         let files = display.add(ProgressBar::new(new as u64));
-        files.set_style(ProgressStyle::with_template(
-            "files {pos}/{len} [{elapsed_precise}] {msg}",
-        )?);
+        files.set_style(ProgressStyle::with_template("files {pos}/{len} [{elapsed_precise}] {msg}")?);
         files.set_message(self.repository.clone());
         files.tick();
 
@@ -116,11 +97,7 @@ impl Hub {
             return Ok(fetched);
         }
         failures.sort_by(|(left, _), (right, _)| left.cmp(right));
-        let list = failures
-            .iter()
-            .map(|(file, error)| format!("{file} ({error:#})"))
-            .collect::<Vec<_>>()
-            .join(", ");
+        let list = failures.iter().map(|(file, error)| format!("{file} ({error:#})")).collect::<Vec<_>>().join(", ");
         bail!(
             "{} of {new} files could not be fetched from {}: {list}; hint: check the network and run the same command again, \
              finished files are kept; `--dataset tales` needs no network",
@@ -235,25 +212,15 @@ mod tests {
                         .unwrap()
                         .to_string();
                     let mut range = String::new();
-                    for line in lines
-                        .map_while(Result::ok)
-                        .take_while(|line| !line.is_empty())
-                    {
+                    for line in lines.map_while(Result::ok).take_while(|line| !line.is_empty()) {
                         if let Some(bytes) = line.to_lowercase().strip_prefix("range: bytes=") {
                             range = bytes.to_string();
                         }
                     }
-                    let earlier = lock(&noted)
-                        .iter()
-                        .filter(|request| **request == file)
-                        .count();
+                    let earlier = lock(&noted).iter().filter(|request| **request == file).count();
                     lock(&noted).push(file.clone());
                     let Some(content) = files.get(&file).filter(|_| earlier >= refusals) else {
-                        write!(
-                            stream,
-                            "HTTP/1.1 503 Busy\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
-                        )
-                        .unwrap();
+                        write!(stream, "HTTP/1.1 503 Busy\r\nContent-Length: 0\r\nConnection: close\r\n\r\n").unwrap();
                         return;
                     };
                     let (start, end) = range.split_once('-').unwrap();
@@ -273,19 +240,12 @@ mod tests {
                 });
             }
         });
-        let hub = Hub {
-            endpoint: Some(endpoint),
-            attempts: 3,
-            first_wait: Duration::ZERO,
-            ..Hub::new("owner/texts")
-        };
+        let hub = Hub { endpoint: Some(endpoint), attempts: 3, first_wait: Duration::ZERO, ..Hub::new("owner/texts") };
         TestHub { hub, requests }
     }
 
     fn names(count: usize) -> Vec<String> {
-        (0..count)
-            .map(|shard| format!("shard_{shard}.parquet"))
-            .collect()
+        (0..count).map(|shard| format!("shard_{shard}.parquet")).collect()
     }
 
     fn shards(names: &[String]) -> HashMap<String, Vec<u8>> {
@@ -299,10 +259,8 @@ mod tests {
     }
 
     fn listing(folder: &Path) -> Vec<String> {
-        let mut names: Vec<_> = fs::read_dir(folder)
-            .unwrap()
-            .map(|entry| entry.unwrap().file_name().into_string().unwrap())
-            .collect();
+        let mut names: Vec<_> =
+            fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
         names.sort();
         names
     }
@@ -313,27 +271,15 @@ mod tests {
         let files = shards(&names);
         let server = serve(files.clone(), 0);
         let folder = tempfile::tempdir().unwrap();
-        let fetched = server
-            .hub
-            .fetch(folder.path(), &names[4], &names[..4], 3)
-            .unwrap();
+        let fetched = server.hub.fetch(folder.path(), &names[4], &names[..4], 3).unwrap();
         assert_eq!(fetched, Fetched { new: 5, kept: 0 });
         assert_eq!(listing(folder.path()), names);
         for name in &names {
             assert_eq!(fs::read(folder.path().join(name)).unwrap(), files[name]);
         }
         let requests = lock(&server.requests).clone();
-        let others = requests
-            .iter()
-            .position(|request| *request != names[4])
-            .unwrap();
-        assert!(
-            requests[..others]
-                .iter()
-                .all(|request| *request == names[4])
-                && others >= 2,
-            "{requests:?}"
-        );
+        let others = requests.iter().position(|request| *request != names[4]).unwrap();
+        assert!(requests[..others].iter().all(|request| *request == names[4]) && others >= 2, "{requests:?}");
         assert!(!requests[others..].contains(&names[4]), "{requests:?}");
     }
 
@@ -345,15 +291,9 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         fs::write(folder.path().join(&names[0]), &files[&names[0]]).unwrap();
         fs::write(folder.path().join(&names[1]), &files[&names[1]][..50]).unwrap();
-        let fetched = server
-            .hub
-            .fetch(folder.path(), &names[2], &names[..2], 2)
-            .unwrap();
+        let fetched = server.hub.fetch(folder.path(), &names[2], &names[..2], 2).unwrap();
         assert_eq!(fetched, Fetched { new: 2, kept: 1 });
-        assert_eq!(
-            fs::read(folder.path().join(&names[1])).unwrap(),
-            files[&names[1]]
-        );
+        assert_eq!(fs::read(folder.path().join(&names[1])).unwrap(), files[&names[1]]);
         assert!(!lock(&server.requests).contains(&names[0]));
     }
 
@@ -362,10 +302,7 @@ mod tests {
         let names = names(2);
         let server = serve(shards(&names), 2);
         let folder = tempfile::tempdir().unwrap();
-        server
-            .hub
-            .fetch(folder.path(), &names[1], &names[..1], 1)
-            .unwrap();
+        server.hub.fetch(folder.path(), &names[1], &names[..1], 1).unwrap();
         assert_eq!(listing(folder.path()), names);
     }
 
@@ -377,21 +314,13 @@ mod tests {
         files.insert(names[2].clone(), b"no parquet".to_vec());
         let server = serve(files, 0);
         let folder = tempfile::tempdir().unwrap();
-        let message = server
-            .hub
-            .fetch(folder.path(), &names[4], &names[..4], 2)
-            .unwrap_err()
-            .to_string();
+        let message = server.hub.fetch(folder.path(), &names[4], &names[..4], 2).unwrap_err().to_string();
         assert!(
-            message.starts_with(
-                "2 of 5 files could not be fetched from owner/texts: shard_0.parquet (3 attempts"
-            ),
+            message.starts_with("2 of 5 files could not be fetched from owner/texts: shard_0.parquet (3 attempts"),
             "{message}"
         );
         assert!(
-            message.contains("shard_2.parquet")
-                && message.contains("hint: ")
-                && !message.contains('\n'),
+            message.contains("shard_2.parquet") && message.contains("hint: ") && !message.contains('\n'),
             "{message}"
         );
         assert_eq!(listing(folder.path()), [&names[1..2], &names[3..]].concat());
@@ -404,11 +333,7 @@ mod tests {
         files.remove(&names[1]);
         let server = serve(files, 0);
         let folder = tempfile::tempdir().unwrap();
-        let message = server
-            .hub
-            .fetch(folder.path(), &names[1], &names[..1], 1)
-            .unwrap_err()
-            .to_string();
+        let message = server.hub.fetch(folder.path(), &names[1], &names[..1], 1).unwrap_err().to_string();
         assert!(message.contains("shard_1.parquet"), "{message}");
         assert!(!lock(&server.requests).contains(&names[0]));
     }
@@ -416,13 +341,7 @@ mod tests {
     #[test]
     fn no_workers_are_refused() {
         let folder = tempfile::tempdir().unwrap();
-        let message = Hub::new("owner/texts")
-            .fetch(folder.path(), "a", &[], 0)
-            .unwrap_err()
-            .to_string();
-        assert!(
-            message.starts_with("--download-workers: ") && message.contains("hint: "),
-            "{message}"
-        );
+        let message = Hub::new("owner/texts").fetch(folder.path(), "a", &[], 0).unwrap_err().to_string();
+        assert!(message.starts_with("--download-workers: ") && message.contains("hint: "), "{message}");
     }
 }

@@ -102,10 +102,7 @@ impl Loader {
             "expected documents to load, found none; hint: prepare a data set that holds text"
         );
         ensure!(
-            batch_rows > 0
-                && packing.row_length > 1
-                && packing.buffer_documents > 0
-                && packing.refill_documents > 0,
+            batch_rows > 0 && packing.row_length > 1 && packing.buffer_documents > 0 && packing.refill_documents > 0,
             "expected positive batch and packing sizes, found {batch_rows} rows, {packing:?}; hint: check the batch size and sequence length"
         );
         let state = match state {
@@ -116,21 +113,14 @@ impl Loader {
             None => PackerState::start(),
         };
 
-        let tokenizers = std::thread::available_parallelism()
-            .map_or(1, |cores| cores.get().min(MOST_TOKENIZERS));
+        let tokenizers = std::thread::available_parallelism().map_or(1, |cores| cores.get().min(MOST_TOKENIZERS));
         let (batch_sender, batches) = sync_channel(BATCHES_AHEAD);
         // The i-th refill goes through the (i modulo n)-th tokenizer, which keeps the order without sorting.
-        let (texts_senders, texts): (Vec<_>, Vec<_>) =
-            (0..tokenizers).map(|_| sync_channel(REFILLS_AHEAD)).unzip();
-        let (refill_senders, refills): (Vec<_>, Vec<_>) =
-            (0..tokenizers).map(|_| sync_channel(REFILLS_AHEAD)).unzip();
+        let (texts_senders, texts): (Vec<_>, Vec<_>) = (0..tokenizers).map(|_| sync_channel(REFILLS_AHEAD)).unzip();
+        let (refill_senders, refills): (Vec<_>, Vec<_>) = (0..tokenizers).map(|_| sync_channel(REFILLS_AHEAD)).unzip();
 
         // Built first, so that a thread that cannot be started stops the ones before it.
-        let mut loader = Self {
-            batches: Some(batches),
-            threads: Vec::new(),
-            failed: false,
-        };
+        let mut loader = Self { batches: Some(batches), threads: Vec::new(), failed: false };
         let total = documents.len();
         let resumed = state.clone();
         loader.spawn("documents", move || {
@@ -150,17 +140,7 @@ impl Loader {
             })?;
         }
         loader.spawn("packer", move || {
-            if let Err(error) = guarded(|| {
-                pack(
-                    total,
-                    packing,
-                    epochs,
-                    batch_rows,
-                    state,
-                    &refills,
-                    &batch_sender,
-                )
-            }) {
+            if let Err(error) = guarded(|| pack(total, packing, epochs, batch_rows, state, &refills, &batch_sender)) {
                 batch_sender.send(Err(error)).ok();
             }
         })?;
@@ -172,21 +152,11 @@ impl Loader {
     /// # Errors
     /// If a document could not be read or a thread panicked; every later call fails too.
     pub fn next_batch(&mut self) -> Result<Option<Batch>> {
-        ensure!(
-            !self.failed,
-            "the loader has stopped after an error; hint: see the first error"
-        );
+        ensure!(!self.failed, "the loader has stopped after an error; hint: see the first error");
         let asked = Instant::now();
-        match self
-            .batches
-            .as_ref()
-            .and_then(|batches| batches.recv().ok())
-        {
+        match self.batches.as_ref().and_then(|batches| batches.recv().ok()) {
             None => Ok(None),
-            Some(Ok(batch)) => Ok(Some(Batch {
-                waited: asked.elapsed(),
-                ..batch
-            })),
+            Some(Ok(batch)) => Ok(Some(Batch { waited: asked.elapsed(), ..batch })),
             Some(Err(error)) => {
                 self.failed = true;
                 Err(error)
@@ -195,10 +165,9 @@ impl Loader {
     }
 
     fn spawn(&mut self, name: &str, body: impl FnOnce() + Send + 'static) -> Result<()> {
-        let thread = std::thread::Builder::new()
-            .name(name.to_string())
-            .spawn(body)
-            .map_err(|error| anyhow!("the loader's {name} thread cannot be started ({error}); hint: raise the limit on threads"))?;
+        let thread = std::thread::Builder::new().name(name.to_string()).spawn(body).map_err(|error| {
+            anyhow!("the loader's {name} thread cannot be started ({error}); hint: raise the limit on threads")
+        })?;
         self.threads.push(thread);
         Ok(())
     }
@@ -215,8 +184,7 @@ impl Drop for Loader {
 }
 
 fn check(state: &LoaderState, documents: usize, packing: Packing) -> Result<()> {
-    let hint =
-        "hint: resume with the data set, shards and sequence length that the run was started with";
+    let hint = "hint: resume with the data set, shards and sequence length that the run was started with";
     ensure!(
         state.documents == documents,
         "the saved position belongs to {} documents, found {documents}; {hint}",
@@ -227,16 +195,9 @@ fn check(state: &LoaderState, documents: usize, packing: Packing) -> Result<()> 
         "the saved position was packed with {:?}, found {packing:?}; {hint}",
         state.packing
     );
-    let PackerState {
-        epoch,
-        next_document,
-        buffered,
-        ..
-    } = &state.packer;
+    let PackerState { epoch, next_document, buffered, .. } = &state.packer;
     ensure!(
-        *epoch > 0
-            && *next_document <= documents
-            && buffered.iter().all(|&index| index < documents),
+        *epoch > 0 && *next_document <= documents && buffered.iter().all(|&index| index < documents),
         "the saved position is damaged: it names documents beyond the last of {documents}, or epoch 0; hint: resume from another checkpoint"
     );
     Ok(())
@@ -245,17 +206,13 @@ fn check(state: &LoaderState, documents: usize, packing: Packing) -> Result<()> 
 /// Turns a panic of `body` into an error.
 fn guarded(body: impl FnOnce() -> Result<()>) -> Result<()> {
     catch_unwind(AssertUnwindSafe(body)).unwrap_or_else(|panic| {
-        bail!(
-            "a loader thread panicked: {}; hint: this is a bug, please report it with the data",
-            message(&*panic)
-        )
+        bail!("a loader thread panicked: {}; hint: this is a bug, please report it with the data", message(&*panic))
     })
 }
 
 fn message(panic: &(dyn Any + Send)) -> &str {
     let text = panic.downcast_ref::<&str>().copied();
-    text.or_else(|| panic.downcast_ref::<String>().map(String::as_str))
-        .unwrap_or("no message")
+    text.or_else(|| panic.downcast_ref::<String>().map(String::as_str)).unwrap_or("no message")
 }
 
 /// Sends the texts of the documents that `state` has buffered, then those of all refills from there on.
@@ -267,14 +224,8 @@ fn read<'a>(
 ) -> Result<()> {
     let mut send = |epoch, next_document, numbers: Vec<usize>| -> Result<bool> {
         let texts = documents.get_many(numbers.clone())?;
-        let texts = Texts {
-            epoch,
-            next_document,
-            texts: numbers.into_iter().zip(texts).collect(),
-        };
-        Ok(outputs
-            .next()
-            .is_some_and(|output| output.send(Ok(texts)).is_ok()))
+        let texts = Texts { epoch, next_document, texts: numbers.into_iter().zip(texts).collect() };
+        Ok(outputs.next().is_some_and(|output| output.send(Ok(texts)).is_ok()))
     };
     for numbers in state.buffered.chunks(packing.refill_documents) {
         if !send(state.epoch, state.next_document, numbers.to_vec())? {
@@ -300,11 +251,7 @@ fn tokenize<E: Encode + ?Sized>(
     output: &SyncSender<Result<Refill>>,
 ) -> Result<()> {
     for step in texts {
-        let Texts {
-            epoch,
-            next_document,
-            texts,
-        } = step?;
+        let Texts { epoch, next_document, texts } = step?;
         let documents = texts
             .into_iter()
             .map(|(index, text)| {
@@ -313,14 +260,7 @@ fn tokenize<E: Encode + ?Sized>(
                 TokenizedDocument { index, tokens }
             })
             .collect();
-        if output
-            .send(Ok(Refill {
-                epoch,
-                next_document,
-                documents,
-            }))
-            .is_err()
-        {
+        if output.send(Ok(Refill { epoch, next_document, documents })).is_err() {
             break;
         }
     }
@@ -339,9 +279,7 @@ fn pack(
     let mut inputs = refills.iter().cycle();
     let mut next_refill = || {
         let step = inputs.next().and_then(|input| input.recv().ok());
-        step.unwrap_or_else(|| {
-            bail!("a loader thread stopped without a reason; hint: this is a bug, please report it")
-        })
+        step.unwrap_or_else(|| bail!("a loader thread stopped without a reason; hint: this is a bug, please report it"))
     };
 
     let restored = state.buffered.len();
@@ -362,19 +300,8 @@ fn pack(
         }
         let packer = packer.state();
         let epoch = packer.epoch;
-        let state = Arc::new(LoaderState {
-            documents,
-            packing,
-            packer,
-        });
-        let batch = Batch {
-            rows,
-            row_count,
-            row_length: packing.row_length,
-            epoch,
-            state,
-            waited: Duration::ZERO,
-        };
+        let state = Arc::new(LoaderState { documents, packing, packer });
+        let batch = Batch { rows, row_count, row_length: packing.row_length, epoch, state, waited: Duration::ZERO };
         if output.send(Ok(batch)).is_err() {
             return Ok(());
         }
@@ -419,11 +346,7 @@ mod tests {
     }
 
     fn small() -> Packing {
-        Packing {
-            row_length: 65,
-            buffer_documents: 100,
-            refill_documents: 16,
-        }
+        Packing { row_length: 65, buffer_documents: 100, refill_documents: 16 }
     }
 
     fn loader(batch_rows: usize, epochs: Epochs, state: Option<LoaderState>) -> Loader {
@@ -441,32 +364,20 @@ mod tests {
     }
 
     fn rows(batches: &[Batch]) -> Vec<u32> {
-        batches
-            .iter()
-            .flat_map(|batch| batch.rows.clone())
-            .collect()
+        batches.iter().flat_map(|batch| batch.rows.clone()).collect()
     }
 
     fn refusal(result: Result<Loader>) -> String {
         let message = result.err().expect("refused").to_string();
-        assert!(
-            message.contains("hint: ") && !message.contains('\n'),
-            "{message}"
-        );
+        assert!(message.contains("hint: ") && !message.contains('\n'), "{message}");
         message
     }
 
     #[test]
     fn rows_do_not_depend_on_the_batch_size() {
-        let expected = rows(&batches(
-            &mut loader(1, Epochs::AtMost(usize::MAX), None),
-            usize::MAX,
-        ));
+        let expected = rows(&batches(&mut loader(1, Epochs::AtMost(usize::MAX), None), usize::MAX));
         for batch_rows in [2, 7, 1000] {
-            let batches = batches(
-                &mut loader(batch_rows, Epochs::AtMost(usize::MAX), None),
-                usize::MAX,
-            );
+            let batches = batches(&mut loader(batch_rows, Epochs::AtMost(usize::MAX), None), usize::MAX);
             assert_eq!(rows(&batches), expected, "{batch_rows}");
             let (last, whole) = batches.split_last().unwrap();
             assert!(whole.iter().all(|batch| batch.row_count == batch_rows));
@@ -495,19 +406,10 @@ mod tests {
             epochs.push(batch.epoch);
             let state = &batch.state.packer;
             // Whatever has been taken in stands in rows, was cut off, or is still buffered.
-            let buffered: usize = state
-                .buffered
-                .iter()
-                .map(|&index| 1 + text(index).len())
-                .sum();
+            let buffered: usize = state.buffered.iter().map(|&index| 1 + text(index).len()).sum();
             let passes = tokens * (state.epoch - 1);
-            let this_pass: usize = (0..state.next_document)
-                .map(|index| 1 + text(index).len())
-                .sum();
-            assert_eq!(
-                state.packed_tokens + state.dropped_tokens + buffered as u64,
-                (passes + this_pass) as u64
-            );
+            let this_pass: usize = (0..state.next_document).map(|index| 1 + text(index).len()).sum();
+            assert_eq!(state.packed_tokens + state.dropped_tokens + buffered as u64, (passes + this_pass) as u64);
         }
         epochs.dedup();
         assert_eq!(epochs, [1, 2, 3, 4]);
@@ -518,25 +420,12 @@ mod tests {
 
     #[test]
     fn documents_of_every_kind_arrive_as_their_text() {
-        let rows = rows(&batches(
-            &mut loader(8, Epochs::AtMost(usize::MAX), None),
-            usize::MAX,
-        ));
-        assert!(
-            rows.windows(2).any(|pair| pair == [BOS, BOS]),
-            "an empty document is a lone BOS"
-        );
+        let rows = rows(&batches(&mut loader(8, Epochs::AtMost(usize::MAX), None), usize::MAX));
+        assert!(rows.windows(2).any(|pair| pair == [BOS, BOS]), "an empty document is a lone BOS");
         let mut special = vec![BOS];
         special.extend(Bytes.encode("2:<|reserved_0|>"));
-        assert!(
-            rows.windows(special.len()).any(|window| window == special),
-            "the text of a special token is text"
-        );
-        assert!(
-            rows.chunks(65)
-                .any(|row| row[0] == BOS && !row[1..].contains(&BOS)),
-            "a long document fills a row"
-        );
+        assert!(rows.windows(special.len()).any(|window| window == special), "the text of a special token is text");
+        assert!(rows.chunks(65).any(|row| row[0] == BOS && !row[1..].contains(&BOS)), "a long document fills a row");
     }
 
     #[test]
@@ -550,40 +439,18 @@ mod tests {
                 let rest = batches(&mut resumed, 20.min(all.len() - stop - 1));
                 let expected = &all[stop + 1..][..rest.len()];
                 assert_eq!(rows(&rest), rows(expected), "after batch {stop}");
-                assert!(
-                    rest.iter()
-                        .zip(expected)
-                        .all(|(ours, theirs)| ours.state == theirs.state)
-                );
+                assert!(rest.iter().zip(expected).all(|(ours, theirs)| ours.state == theirs.state));
             }
         }
     }
 
     #[test]
     fn a_position_of_other_documents_is_refused() {
-        let state = batches(&mut loader(3, Epochs::Repeat, None), 1)
-            .pop()
-            .unwrap()
-            .state;
-        let resume = |state| {
-            Loader::new(
-                texts(),
-                Arc::new(Bytes),
-                3,
-                small(),
-                Epochs::Repeat,
-                Some(state),
-            )
-        };
-        let other = LoaderState {
-            documents: 699,
-            ..(*state).clone()
-        };
+        let state = batches(&mut loader(3, Epochs::Repeat, None), 1).pop().unwrap().state;
+        let resume = |state| Loader::new(texts(), Arc::new(Bytes), 3, small(), Epochs::Repeat, Some(state));
+        let other = LoaderState { documents: 699, ..(*state).clone() };
         assert!(refusal(resume(other)).contains("belongs to 699 documents, found 700"));
-        let other = LoaderState {
-            packing: Packing::new(64),
-            ..(*state).clone()
-        };
+        let other = LoaderState { packing: Packing::new(64), ..(*state).clone() };
         assert!(refusal(resume(other)).contains("packed with"));
         let mut other = (*state).clone();
         other.packer.buffered.push(700);
@@ -593,36 +460,14 @@ mod tests {
     #[test]
     fn no_documents_and_no_rows_are_refused() {
         let none = Arc::new(Documents::generated(0, 1, text));
-        refusal(Loader::new(
-            none,
-            Arc::new(Bytes),
-            3,
-            small(),
-            Epochs::Repeat,
-            None,
-        ));
-        refusal(Loader::new(
-            texts(),
-            Arc::new(Bytes),
-            0,
-            small(),
-            Epochs::Repeat,
-            None,
-        ));
+        refusal(Loader::new(none, Arc::new(Bytes), 3, small(), Epochs::Repeat, None));
+        refusal(Loader::new(texts(), Arc::new(Bytes), 0, small(), Epochs::Repeat, None));
     }
 
     #[test]
     fn a_text_too_short_for_a_row_gives_no_batch() {
         let short = Arc::new(Documents::generated(3, 1, |_| "short".to_string()));
-        let mut loader = Loader::new(
-            short,
-            Arc::new(Bytes),
-            3,
-            small(),
-            Epochs::AtMost(usize::MAX),
-            None,
-        )
-        .unwrap();
+        let mut loader = Loader::new(short, Arc::new(Bytes), 3, small(), Epochs::AtMost(usize::MAX), None).unwrap();
         assert!(loader.next_batch().unwrap().is_none());
     }
 
@@ -632,8 +477,7 @@ mod tests {
             assert!(index < 400, "no document {index}");
             text(index)
         }));
-        let mut loader =
-            Loader::new(faulty, Arc::new(Bytes), 1, small(), Epochs::Repeat, None).unwrap();
+        let mut loader = Loader::new(faulty, Arc::new(Bytes), 1, small(), Epochs::Repeat, None).unwrap();
         let mut rows = 0;
         let error = loop {
             match loader.next_batch() {
@@ -642,10 +486,7 @@ mod tests {
             }
         };
         assert!(rows > 10, "{rows}");
-        assert!(
-            error.contains("panicked: no document 400") && error.contains("hint: "),
-            "{error}"
-        );
+        assert!(error.contains("panicked: no document 400") && error.contains("hint: "), "{error}");
         assert!(loader.next_batch().is_err());
     }
 
@@ -662,15 +503,9 @@ mod tests {
             }
         }
         for epochs in [Epochs::AtMost(usize::MAX), Epochs::Repeat] {
-            let mut loader =
-                Loader::new(texts(), Arc::new(Faulty), 1, small(), epochs, None).unwrap();
-            let error = std::iter::from_fn(|| loader.next_batch().transpose())
-                .find_map(Result::err)
-                .unwrap();
-            assert!(
-                error.to_string().contains("panicked: cannot encode 502:"),
-                "{error}"
-            );
+            let mut loader = Loader::new(texts(), Arc::new(Faulty), 1, small(), epochs, None).unwrap();
+            let error = std::iter::from_fn(|| loader.next_batch().transpose()).find_map(Result::err).unwrap();
+            assert!(error.to_string().contains("panicked: cannot encode 502:"), "{error}");
         }
     }
 
@@ -679,43 +514,20 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("shard.parquet");
         crate::data::parquet_shards::tests::write_shard(&path, &[Some("some text"); 50]);
-        let documents =
-            Documents::from_parquet(ParquetShards::open(vec![path.clone()], "text").unwrap());
+        let documents = Documents::from_parquet(ParquetShards::open(vec![path.clone()], "text").unwrap());
         std::fs::remove_file(&path).unwrap();
-        let mut loader = Loader::new(
-            Arc::new(documents),
-            Arc::new(Bytes),
-            1,
-            small(),
-            Epochs::Repeat,
-            None,
-        )
-        .unwrap();
+        let mut loader = Loader::new(Arc::new(documents), Arc::new(Bytes), 1, small(), Epochs::Repeat, None).unwrap();
         let error = loader.next_batch().unwrap_err().to_string();
-        assert!(
-            error.starts_with(path.to_str().unwrap()) && error.contains("hint: "),
-            "{error}"
-        );
+        assert!(error.starts_with(path.to_str().unwrap()) && error.contains("hint: "), "{error}");
     }
 
     #[test]
     fn dropping_the_loader_stops_its_threads() {
         let (documents, encoder) = (texts(), Arc::new(Bytes));
-        let mut loader = Loader::new(
-            documents.clone(),
-            encoder.clone(),
-            3,
-            small(),
-            Epochs::Repeat,
-            None,
-        )
-        .unwrap();
+        let mut loader = Loader::new(documents.clone(), encoder.clone(), 3, small(), Epochs::Repeat, None).unwrap();
         loader.next_batch().unwrap();
         drop(loader);
-        assert_eq!(
-            (Arc::strong_count(&documents), Arc::strong_count(&encoder)),
-            (1, 1)
-        );
+        assert_eq!((Arc::strong_count(&documents), Arc::strong_count(&encoder)), (1, 1));
     }
 
     /// A folder that an environment variable names, or a note that the test was left out.
@@ -729,32 +541,21 @@ mod tests {
 
     fn corpus(folder: &Path, split: &str) -> Arc<Documents> {
         let shards = match split {
-            "train" => vec![
-                "shard_00000.parquet",
-                "shard_00001.parquet",
-                "shard_00002.parquet",
-            ],
+            "train" => vec!["shard_00000.parquet", "shard_00001.parquet", "shard_00002.parquet"],
             _ => vec!["shard_06542.parquet"],
         };
         let shards = shards.iter().map(|shard| folder.join(shard)).collect();
-        Arc::new(Documents::from_parquet(
-            ParquetShards::open(shards, "text").unwrap(),
-        ))
+        Arc::new(Documents::from_parquet(ParquetShards::open(shards, "text").unwrap()))
     }
 
     fn golden_tokenizer(folder: &Path, name: &str) -> Arc<Tokenizer> {
         let ranks = std::fs::read_to_string(folder.join(format!("{name}.tiktoken"))).unwrap();
-        Arc::new(Tokenizer::from_ranks(
-            parse_tiktoken(&ranks).unwrap(),
-            String::new(),
-        ))
+        Arc::new(Tokenizer::from_ranks(parse_tiktoken(&ranks).unwrap(), String::new()))
     }
 
     #[test]
     fn rows_equal_the_golden_ones() {
-        let (Some(golden), Some(corpus_folder)) =
-            (folder("AUTORESEARCH_GOLDEN"), folder("AUTORESEARCH_CORPUS"))
-        else {
+        let (Some(golden), Some(corpus_folder)) = (folder("AUTORESEARCH_GOLDEN"), folder("AUTORESEARCH_CORPUS")) else {
             return;
         };
         let cases = std::fs::read(golden.join("packing-1024.json")).unwrap();
@@ -770,11 +571,8 @@ mod tests {
                 buffer_documents: number("buffer_size"),
                 refill_documents: number("tokenizer_batch"),
             };
-            let epochs = if split == "train" {
-                Epochs::Repeat
-            } else {
-                Epochs::AtMost(number("batch") * number("batches"))
-            };
+            let epochs =
+                if split == "train" { Epochs::Repeat } else { Epochs::AtMost(number("batch") * number("batches")) };
             let tokenizer = golden_tokenizer(&golden, case["tokenizer"].as_str().unwrap());
             let documents = corpus(&corpus_folder, split);
             eprintln!(
@@ -782,19 +580,12 @@ mod tests {
                 documents.len(),
                 documents.groups().take(4).collect::<Vec<_>>()
             );
-            let mut loader =
-                Loader::new(documents, tokenizer, number("batch"), packing, epochs, None).unwrap();
+            let mut loader = Loader::new(documents, tokenizer, number("batch"), packing, epochs, None).unwrap();
             let found = rows(&batches(&mut loader, number("batches")));
             let tensor = tensors.tensor(&name).unwrap();
-            let expected: Vec<u32> = tensor
-                .data()
-                .chunks(4)
-                .map(|bytes| u32::from_le_bytes(bytes.try_into().unwrap()))
-                .collect();
-            assert_eq!(
-                tensor.shape(),
-                [number("batch") * number("batches"), packing.row_length]
-            );
+            let expected: Vec<u32> =
+                tensor.data().chunks(4).map(|bytes| u32::from_le_bytes(bytes.try_into().unwrap())).collect();
+            assert_eq!(tensor.shape(), [number("batch") * number("batches"), packing.row_length]);
             assert!(found == expected, "{name}");
         }
     }

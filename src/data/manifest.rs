@@ -21,6 +21,8 @@ pub struct Manifest {
     pub description: String,
     /// The column that holds a document's text.
     pub text_column: String,
+    /// Size of the vocabulary unless another is asked for.
+    pub vocab_size: usize,
     /// The tokenizer is trained on this many characters of the training split, or on all if there are fewer.
     pub tokenizer_characters: usize,
     /// Where the documents are.
@@ -75,19 +77,11 @@ impl HubShards {
     /// The file names of the first `wanted` training shards, or of all if there are fewer.
     pub fn training_files(&self, wanted: usize) -> Vec<String> {
         let training = (0..self.shards).filter(|&shard| shard != self.validation_shard);
-        training
-            .take(wanted)
-            .map(|shard| self.file(shard))
-            .collect()
+        training.take(wanted).map(|shard| self.file(shard)).collect()
     }
 
     fn file(&self, shard: usize) -> String {
-        let Self {
-            file_prefix,
-            file_digits,
-            file_suffix,
-            ..
-        } = self;
+        let Self { file_prefix, file_digits, file_suffix, .. } = self;
         format!("{file_prefix}{shard:0file_digits$}{file_suffix}")
     }
 }
@@ -96,8 +90,7 @@ impl Manifest {
     /// The manifest of this name, if there is one.
     pub fn named(name: &str) -> Option<Self> {
         let (name, text) = MANIFESTS.iter().find(|(known, _)| *known == name)?;
-        let mut manifest: Self =
-            toml::from_str(text).expect("embedded manifests are valid, a test reads them all");
+        let mut manifest: Self = toml::from_str(text).expect("embedded manifests are valid, a test reads them all");
         manifest.name = (*name).to_string();
         Some(manifest)
     }
@@ -151,11 +144,7 @@ mod tests {
             assert_eq!(manifest.name, name);
             match manifest.source {
                 Source::HubShards(hub) => assert!(hub.validation_shard < hub.shards),
-                Source::HubFile {
-                    first_validation_row,
-                    first_training_row,
-                    ..
-                } => {
+                Source::HubFile { first_validation_row, first_training_row, .. } => {
                     assert!(first_validation_row < first_training_row)
                 }
                 Source::Generated => assert_eq!(name, "tales"),
@@ -169,36 +158,25 @@ mod tests {
             panic!("climbmix is made of shards");
         };
         assert_eq!(climbmix.validation_file(), "shard_06542.parquet");
-        assert_eq!(
-            climbmix.training_files(2),
-            ["shard_00000.parquet", "shard_00001.parquet"]
-        );
+        assert_eq!(climbmix.training_files(2), ["shard_00000.parquet", "shard_00001.parquet"]);
         let all = climbmix.training_files(usize::MAX);
         assert_eq!(all.len(), 6542);
         assert!(!all.contains(&climbmix.validation_file()));
-        let first = HubShards {
-            validation_shard: 0,
-            ..climbmix
-        };
+        let first = HubShards { validation_shard: 0, ..climbmix };
         assert_eq!(first.training_files(1), ["shard_00001.parquet"]);
     }
 
     #[test]
     fn an_unknown_data_set_is_refused_with_the_known_names() {
         let error = Dataset::from_argument("climbmx").unwrap_err().to_string();
-        assert!(
-            error.contains("climbmx") && error.contains("climbmix, tinystories, tales"),
-            "{error}"
-        );
+        assert!(error.contains("climbmx") && error.contains("climbmix, tinystories, tales"), "{error}");
         assert!(error.contains("hint: "), "{error}");
     }
 
     #[test]
     fn a_file_is_no_data_set() {
         let file = tempfile::NamedTempFile::new().unwrap();
-        let error = Dataset::from_argument(file.path().to_str().unwrap())
-            .unwrap_err()
-            .to_string();
+        let error = Dataset::from_argument(file.path().to_str().unwrap()).unwrap_err().to_string();
         assert!(error.contains("found the file"), "{error}");
     }
 }

@@ -19,11 +19,7 @@ pub struct Packing {
 impl Packing {
     /// The packing that the metric is defined with, for sequences of `sequence_length` tokens.
     pub fn new(sequence_length: usize) -> Self {
-        Self {
-            row_length: sequence_length + 1,
-            buffer_documents: 1000,
-            refill_documents: 128,
-        }
+        Self { row_length: sequence_length + 1, buffer_documents: 1000, refill_documents: 128 }
     }
 }
 
@@ -76,23 +72,13 @@ pub struct PackerState {
 impl PackerState {
     /// Before the first row.
     pub fn start() -> Self {
-        Self {
-            epoch: 1,
-            next_document: 0,
-            buffered: Vec::new(),
-            packed_tokens: 0,
-            dropped_tokens: 0,
-        }
+        Self { epoch: 1, next_document: 0, buffered: Vec::new(), packed_tokens: 0, dropped_tokens: 0 }
     }
 
     /// The share of the tokens taken so far that stand in no row, in percent.
     pub fn dropped_percent(&self) -> f64 {
         let taken = self.packed_tokens + self.dropped_tokens;
-        if taken == 0 {
-            0.0
-        } else {
-            100.0 * self.dropped_tokens as f64 / taken as f64
-        }
+        if taken == 0 { 0.0 } else { 100.0 * self.dropped_tokens as f64 / taken as f64 }
     }
 }
 
@@ -116,20 +102,8 @@ type Buffer<T> = BTreeMap<(usize, u64), T>;
 
 impl Packer {
     /// Goes on from `state`, with the tokens of the documents that it names as buffered, in the same order.
-    pub fn resume(
-        packing: Packing,
-        epochs: Epochs,
-        state: PackerState,
-        buffered: Vec<TokenizedDocument>,
-    ) -> Self {
-        let mut packer = Self {
-            packing,
-            epochs,
-            buffer: Buffer::new(),
-            arrivals: 0,
-            draining: false,
-            state,
-        };
+    pub fn resume(packing: Packing, epochs: Epochs, state: PackerState, buffered: Vec<TokenizedDocument>) -> Self {
+        let mut packer = Self { packing, epochs, buffer: Buffer::new(), arrivals: 0, draining: false, state };
         packer.buffer(buffered);
         packer
     }
@@ -140,11 +114,7 @@ impl Packer {
     ///
     /// # Errors
     /// Those of `refills`; the packer is then between two states and not to be used any more.
-    pub fn pack_row(
-        &mut self,
-        refills: &mut impl FnMut() -> Result<Refill>,
-        rows: &mut Vec<u32>,
-    ) -> Result<bool> {
+    pub fn pack_row(&mut self, refills: &mut impl FnMut() -> Result<Refill>, rows: &mut Vec<u32>) -> Result<bool> {
         if matches!(self.epochs, Epochs::AtMost(most) if self.rows_so_far() >= most) {
             return Ok(false);
         }
@@ -177,17 +147,11 @@ impl Packer {
 
     /// Where packing has got to.
     pub fn state(&self) -> PackerState {
-        let mut arrivals: Vec<_> = self
-            .buffer
-            .iter()
-            .map(|((_, arrival), document)| (*arrival, document.index))
-            .collect();
+        let mut arrivals: Vec<_> =
+            self.buffer.iter().map(|((_, arrival), document)| (*arrival, document.index)).collect();
         arrivals.sort_unstable();
         let buffered = arrivals.into_iter().map(|(_, index)| index).collect();
-        PackerState {
-            buffered,
-            ..self.state.clone()
-        }
+        PackerState { buffered, ..self.state.clone() }
     }
 
     fn buffer(&mut self, documents: Vec<TokenizedDocument>) {
@@ -211,9 +175,7 @@ impl Packer {
         let Epochs::AtMost(most) = self.epochs else {
             return false;
         };
-        self.state.epoch == 1
-            && refill.epoch > 1
-            && self.rows_so_far() + self.rows_left(filled) < most
+        self.state.epoch == 1 && refill.epoch > 1 && self.rows_so_far() + self.rows_left(filled) < most
     }
 
     /// Rows that what is buffered gives without a refill, when the first of them is filled with `filled` tokens.
@@ -250,10 +212,7 @@ mod tests {
     fn documents(count: usize, longest: usize, seed: u64) -> Vec<TokenizedDocument> {
         let mut random = StdRng::seed_from_u64(seed);
         (0..count)
-            .map(|index| TokenizedDocument {
-                index,
-                tokens: vec![index as u32; random.random_range(1..=longest)],
-            })
+            .map(|index| TokenizedDocument { index, tokens: vec![index as u32; random.random_range(1..=longest)] })
             .collect()
     }
 
@@ -262,11 +221,7 @@ mod tests {
         let mut refills = Vec::new();
         for (chunk, documents) in documents.chunks(16).enumerate() {
             let next_document = chunk * 16 + documents.len();
-            refills.push(Refill {
-                epoch: 1,
-                next_document,
-                documents: documents.to_vec(),
-            });
+            refills.push(Refill { epoch: 1, next_document, documents: documents.to_vec() });
         }
         let mut given = 0;
         move || {
@@ -278,11 +233,7 @@ mod tests {
     }
 
     fn packer(row_length: usize, buffer_documents: usize, epochs: Epochs) -> Packer {
-        let packing = Packing {
-            row_length,
-            buffer_documents,
-            refill_documents: 16,
-        };
+        let packing = Packing { row_length, buffer_documents, refill_documents: 16 };
         Packer::resume(packing, epochs, PackerState::start(), Vec::new())
     }
 
@@ -305,13 +256,7 @@ mod tests {
         let mut row = Vec::new();
         while row.len() < row_length {
             while buffer.len() < buffer_documents {
-                buffer.extend(
-                    refills()
-                        .unwrap()
-                        .documents
-                        .into_iter()
-                        .map(|document| document.tokens),
-                );
+                buffer.extend(refills().unwrap().documents.into_iter().map(|document| document.tokens));
             }
             let room = row_length - row.len();
             let (mut best, mut best_length) = (None, 0);
@@ -320,11 +265,8 @@ mod tests {
                     (best, best_length) = (Some(position), tokens.len());
                 }
             }
-            let best = best.unwrap_or_else(|| {
-                (0..buffer.len())
-                    .min_by_key(|&position| buffer[position].len())
-                    .unwrap()
-            });
+            let best =
+                best.unwrap_or_else(|| (0..buffer.len()).min_by_key(|&position| buffer[position].len()).unwrap());
             let tokens = buffer.remove(best);
             row.extend_from_slice(&tokens[..tokens.len().min(room)]);
         }
@@ -333,12 +275,9 @@ mod tests {
 
     #[test]
     fn rows_equal_those_of_the_linear_scan() {
-        for (seed, longest, row_length, buffer_documents) in [
-            (1, 30, 65, 50),
-            (2, 200, 65, 50),
-            (3, 65, 65, 1),
-            (4, 9, 300, 200),
-        ] {
+        for (seed, longest, row_length, buffer_documents) in
+            [(1, 30, 65, 50), (2, 200, 65, 50), (3, 65, 65, 1), (4, 9, 300, 200)]
+        {
             let documents = documents(777, longest, seed);
             let (mut ours, mut theirs) = (refills(&documents), refills(&documents));
             let mut packer = packer(row_length, buffer_documents, Epochs::Repeat);
@@ -346,11 +285,7 @@ mod tests {
             for number in 0..600 {
                 let mut row = Vec::new();
                 assert!(packer.pack_row(&mut ours, &mut row).unwrap());
-                assert_eq!(
-                    row,
-                    reference_row(row_length, buffer_documents, &mut buffer, &mut theirs),
-                    "row {number}"
-                );
+                assert_eq!(row, reference_row(row_length, buffer_documents, &mut buffer, &mut theirs), "row {number}");
             }
         }
     }
@@ -358,28 +293,18 @@ mod tests {
     #[test]
     fn of_equally_long_documents_the_first_is_taken() {
         let given = [3, 2, 3, 2].iter().enumerate();
-        let documents: Vec<_> = given
-            .map(|(index, &length)| TokenizedDocument {
-                index,
-                tokens: vec![index as u32; length],
-            })
-            .collect();
+        let documents: Vec<_> =
+            given.map(|(index, &length)| TokenizedDocument { index, tokens: vec![index as u32; length] }).collect();
         let mut row = Vec::new();
-        packer(6, 4, Epochs::AtMost(1))
-            .pack_row(&mut refills(&documents), &mut row)
-            .unwrap();
+        packer(6, 4, Epochs::AtMost(1)).pack_row(&mut refills(&documents), &mut row).unwrap();
         assert_eq!(row, [0, 0, 0, 2, 2, 2]);
     }
 
     #[test]
     fn where_nothing_fits_the_first_of_the_shortest_is_cropped() {
         let given = [9, 7, 7].iter().enumerate();
-        let documents: Vec<_> = given
-            .map(|(index, &length)| TokenizedDocument {
-                index,
-                tokens: vec![index as u32; length],
-            })
-            .collect();
+        let documents: Vec<_> =
+            given.map(|(index, &length)| TokenizedDocument { index, tokens: vec![index as u32; length] }).collect();
         let mut packer = packer(4, 3, Epochs::AtMost(1));
         let mut row = Vec::new();
         packer.pack_row(&mut refills(&documents), &mut row).unwrap();
@@ -408,16 +333,12 @@ mod tests {
             let documents = documents(count, longest, 7);
             let whole = at_most(&documents, usize::MAX).0.len() / 65;
             for most in [0, 1, whole / 2, whole - 1, whole] {
-                let (mut endless, mut refills) =
-                    (packer(65, 100, Epochs::Repeat), refills(&documents));
+                let (mut endless, mut refills) = (packer(65, 100, Epochs::Repeat), refills(&documents));
                 let mut expected = Vec::new();
                 for _ in 0..most {
                     endless.pack_row(&mut refills, &mut expected).unwrap();
                 }
-                assert!(
-                    at_most(&documents, most).0 == expected,
-                    "{most} of {whole} rows, {count} documents"
-                );
+                assert!(at_most(&documents, most).0 == expected, "{most} of {whole} rows, {count} documents");
             }
             assert_eq!(at_most(&documents, whole + 1).0.len() / 65, whole);
         }
@@ -437,11 +358,7 @@ mod tests {
             let mut row = Vec::new();
             packer.pack_row(&mut counted, &mut row).unwrap();
             let state = packer.state();
-            let buffered = state
-                .buffered
-                .iter()
-                .map(|&index| documents[index].clone())
-                .collect();
+            let buffered = state.buffered.iter().map(|&index| documents[index].clone()).collect();
             let mut resumed = Packer::resume(packer.packing, Epochs::Repeat, state, buffered);
             let mut rest = refills(&documents);
             for _ in 0..used {

@@ -6,8 +6,7 @@ use arrow_array::cast::AsArray;
 use arrow_schema::DataType;
 use parquet::arrow::ProjectionMask;
 use parquet::arrow::arrow_reader::{
-    ArrowReaderMetadata, ArrowReaderOptions, ParquetRecordBatchReader,
-    ParquetRecordBatchReaderBuilder,
+    ArrowReaderMetadata, ArrowReaderOptions, ParquetRecordBatchReader, ParquetRecordBatchReaderBuilder,
 };
 use std::fs::File;
 use std::ops::Range;
@@ -65,31 +64,17 @@ impl ParquetShards {
             let (_, metadata) = open_shard(path)?;
             text_column(path, &metadata, column)?;
             for (row_group, description) in metadata.metadata().row_groups().iter().enumerate() {
-                let length = usize::try_from(description.num_rows()).with_context(|| {
-                    damaged(
-                        path,
-                        &format!("row group {row_group} has a negative length"),
-                    )
-                })?;
+                let length = usize::try_from(description.num_rows())
+                    .with_context(|| damaged(path, &format!("row group {row_group} has a negative length")))?;
                 let first = rows.start.clamp(start, start + length);
                 let last = rows.end.clamp(start, start + length);
                 if first < last {
-                    groups.push(Group {
-                        shard,
-                        row_group,
-                        first_row: first - start,
-                        length: last - first,
-                    });
+                    groups.push(Group { shard, row_group, first_row: first - start, length: last - first });
                 }
                 start += length;
             }
         }
-        Ok(Self {
-            shards,
-            column: column.to_string(),
-            groups,
-            cursor: Mutex::new(None),
-        })
+        Ok(Self { shards, column: column.to_string(), groups, cursor: Mutex::new(None) })
     }
 
     /// Documents in each group, in order; none is 0.
@@ -119,12 +104,7 @@ impl ParquetShards {
 
     /// Opens a row group at `row`; the shard's file and footer are kept where they are the same.
     fn seek(&self, cursor: Option<Cursor>, group: usize, row: usize) -> Result<Cursor> {
-        let Group {
-            shard,
-            row_group,
-            first_row,
-            length,
-        } = self.groups[group];
+        let Group { shard, row_group, first_row, length } = self.groups[group];
         let path = &self.shards[shard];
         let (file, metadata) = match cursor {
             Some(cursor) if cursor.shard == shard => (cursor.file, cursor.metadata),
@@ -132,9 +112,7 @@ impl ParquetShards {
         };
         let column = text_column(path, &metadata, &self.column)?;
         let mask = ProjectionMask::roots(metadata.parquet_schema(), [column]);
-        let input = file
-            .try_clone()
-            .map_err(|error| anyhow!(damaged(path, &error.to_string())))?;
+        let input = file.try_clone().map_err(|error| anyhow!(damaged(path, &error.to_string())))?;
         let rows = ParquetRecordBatchReaderBuilder::new_with_metadata(input, metadata.clone())
             .with_row_groups(vec![row_group])
             .with_projection(mask)
@@ -143,15 +121,7 @@ impl ParquetShards {
             .with_limit(length - row)
             .build()
             .map_err(|error| anyhow!(damaged(path, &error.to_string())))?;
-        Ok(Cursor {
-            shard,
-            file,
-            metadata,
-            group,
-            rows,
-            first_decoded: row,
-            decoded: Vec::new(),
-        })
+        Ok(Cursor { shard, file, metadata, group, rows, first_decoded: row, decoded: Vec::new() })
     }
 
     fn decode_next(&self, cursor: &mut Cursor) -> Result<()> {
@@ -180,12 +150,15 @@ pub fn is_complete(path: &Path) -> bool {
 
 fn open_shard(path: &Path) -> Result<(File, ArrowReaderMetadata)> {
     let file = File::open(path).map_err(|error| {
-        anyhow!("{}: cannot be opened ({error}); hint: run `autoresearch prepare` for this data set again", path.display())
+        anyhow!(
+            "{}: cannot be opened ({error}); hint: run `autoresearch prepare` for this data set again",
+            path.display()
+        )
     })?;
     // Without the arrow schema that a writer may have embedded, every kind of string column arrives as Utf8 or Binary.
     let options = ArrowReaderOptions::new().with_skip_arrow_metadata(true);
-    let metadata = ArrowReaderMetadata::load(&file, options)
-        .map_err(|error| anyhow!(damaged(path, &error.to_string())))?;
+    let metadata =
+        ArrowReaderMetadata::load(&file, options).map_err(|error| anyhow!(damaged(path, &error.to_string())))?;
     Ok((file, metadata))
 }
 
@@ -193,11 +166,7 @@ fn open_shard(path: &Path) -> Result<(File, ArrowReaderMetadata)> {
 fn text_column(path: &Path, metadata: &ArrowReaderMetadata, column: &str) -> Result<usize> {
     let fields = metadata.schema().fields();
     let Some((position, field)) = fields.find(column) else {
-        let found = fields
-            .iter()
-            .map(|field| field.name().as_str())
-            .collect::<Vec<_>>()
-            .join(", ");
+        let found = fields.iter().map(|field| field.name().as_str()).collect::<Vec<_>>().join(", ");
         bail!(
             "{}: expected a column `{column}`, found the columns: {found}; hint: rename the column that holds the text to `{column}`",
             path.display()
@@ -215,16 +184,10 @@ fn text_column(path: &Path, metadata: &ArrowReaderMetadata, column: &str) -> Res
 fn texts(path: &Path, column: &str, batch: &RecordBatch) -> Result<Vec<Arc<str>>> {
     let array = batch.column(0);
     if let Some(strings) = array.as_string_opt::<i32>() {
-        return Ok(strings
-            .iter()
-            .map(|text| Arc::from(text.unwrap_or("")))
-            .collect());
+        return Ok(strings.iter().map(|text| Arc::from(text.unwrap_or(""))).collect());
     }
     let Some(binaries) = array.as_binary_opt::<i32>() else {
-        bail!(damaged(
-            path,
-            &format!("the column `{column}` holds {}", array.data_type())
-        ));
+        bail!(damaged(path, &format!("the column `{column}` holds {}", array.data_type())));
     };
     binaries
         .iter()
@@ -251,8 +214,8 @@ pub(crate) mod tests {
     use crate::data::documents::Documents;
     use arrow_array::types::Int32Type;
     use arrow_array::{
-        ArrayRef, BinaryArray, DictionaryArray, Int64Array, LargeBinaryArray, LargeStringArray,
-        StringArray, StringViewArray,
+        ArrayRef, BinaryArray, DictionaryArray, Int64Array, LargeBinaryArray, LargeStringArray, StringArray,
+        StringViewArray,
     };
     use burn_dataset::Dataset;
     use parquet::arrow::ArrowWriter;
@@ -264,31 +227,19 @@ pub(crate) mod tests {
 
     fn write_column(path: &Path, name: &str, texts: ArrayRef, compression: Compression) {
         let numbers: ArrayRef = Arc::new(Int64Array::from_iter_values(0..texts.len() as i64));
-        let batch =
-            RecordBatch::try_from_iter_with_nullable([("id", numbers, false), (name, texts, true)])
-                .unwrap();
+        let batch = RecordBatch::try_from_iter_with_nullable([("id", numbers, false), (name, texts, true)]).unwrap();
         let properties = WriterProperties::builder()
             .set_max_row_group_row_count(Some(ROW_GROUP))
             .set_compression(compression)
             .build();
-        let mut writer = ArrowWriter::try_new(
-            File::create(path).unwrap(),
-            batch.schema(),
-            Some(properties),
-        )
-        .unwrap();
+        let mut writer = ArrowWriter::try_new(File::create(path).unwrap(), batch.schema(), Some(properties)).unwrap();
         writer.write(&batch).unwrap();
         writer.close().unwrap();
     }
 
     /// Writes a shard with these texts in the column `text`.
     pub(crate) fn write_shard(path: &Path, texts: &[Option<&str>]) {
-        write_column(
-            path,
-            "text",
-            Arc::new(StringArray::from(texts.to_vec())),
-            Compression::SNAPPY,
-        );
+        write_column(path, "text", Arc::new(StringArray::from(texts.to_vec())), Compression::SNAPPY);
     }
 
     fn documents(path: &Path) -> Documents {
@@ -296,28 +247,17 @@ pub(crate) mod tests {
     }
 
     fn read(documents: &Documents) -> Vec<String> {
-        documents
-            .iter()
-            .map(|text| text.unwrap().to_string())
-            .collect()
+        documents.iter().map(|text| text.unwrap().to_string()).collect()
     }
 
     fn numbered(count: usize) -> Vec<String> {
-        (0..count)
-            .map(|number| format!("text {number} ä"))
-            .collect()
+        (0..count).map(|number| format!("text {number} ä")).collect()
     }
 
     fn refusal(path: &Path) -> String {
-        let message = ParquetShards::open(vec![path.to_path_buf()], "text")
-            .err()
-            .expect("refused")
-            .to_string();
+        let message = ParquetShards::open(vec![path.to_path_buf()], "text").err().expect("refused").to_string();
         assert!(message.starts_with(path.to_str().unwrap()), "{message}");
-        assert!(
-            message.contains("expected ") && message.contains("hint: ") && !message.contains('\n'),
-            "{message}"
-        );
+        assert!(message.contains("expected ") && message.contains("hint: ") && !message.contains('\n'), "{message}");
         message
     }
 
@@ -335,12 +275,7 @@ pub(crate) mod tests {
             Compression::LZ4_RAW,
             Compression::LZ4,
         ] {
-            write_column(
-                &path,
-                "text",
-                Arc::new(StringArray::from(texts.clone())),
-                codec,
-            );
+            write_column(&path, "text", Arc::new(StringArray::from(texts.clone())), codec);
             assert_eq!(read(&documents(&path)), texts, "{codec:?}");
         }
     }
@@ -362,11 +297,7 @@ pub(crate) mod tests {
         for column in columns {
             let kind = column.data_type().clone();
             write_column(&path, "text", column, Compression::SNAPPY);
-            assert_eq!(
-                read(&documents(&path)),
-                ["one", "", "", "two", "one"],
-                "{kind}"
-            );
+            assert_eq!(read(&documents(&path)), ["one", "", "", "two", "one"], "{kind}");
         }
     }
 
@@ -378,12 +309,8 @@ pub(crate) mod tests {
         let column = |range: Range<usize>| Arc::new(StringArray::from(texts[range].to_vec()));
         write_column(&paths[0], "text", column(0..16), Compression::SNAPPY);
         write_column(&paths[1], "text", column(16..30), Compression::SNAPPY);
-        let documents =
-            Documents::from_parquet(ParquetShards::open(paths.to_vec(), "text").unwrap());
-        assert_eq!(
-            documents.groups().collect::<Vec<_>>(),
-            [0..7, 7..14, 14..16, 16..23, 23..30]
-        );
+        let documents = Documents::from_parquet(ParquetShards::open(paths.to_vec(), "text").unwrap());
+        assert_eq!(documents.groups().collect::<Vec<_>>(), [0..7, 7..14, 14..16, 16..23, 23..30]);
         for step in [1, 7, 11, 29] {
             for place in 0..30 {
                 let index = place * step % 30;
@@ -399,22 +326,13 @@ pub(crate) mod tests {
         let texts = numbered(3 * DECODED_ROWS + 5);
         let column: ArrayRef = Arc::new(StringArray::from(texts.clone()));
         let batch = RecordBatch::try_from_iter([("text", column)]).unwrap();
-        let mut writer =
-            ArrowWriter::try_new(File::create(&path).unwrap(), batch.schema(), None).unwrap();
+        let mut writer = ArrowWriter::try_new(File::create(&path).unwrap(), batch.schema(), None).unwrap();
         writer.write(&batch).unwrap();
         writer.close().unwrap();
         let documents = documents(&path);
         assert_eq!(documents.groups().count(), 1);
         assert_eq!(read(&documents), texts);
-        for index in [
-            5,
-            4,
-            2 * DECODED_ROWS,
-            3 * DECODED_ROWS + 4,
-            DECODED_ROWS - 1,
-            DECODED_ROWS,
-            3 * DECODED_ROWS,
-        ] {
+        for index in [5, 4, 2 * DECODED_ROWS, 3 * DECODED_ROWS + 4, DECODED_ROWS - 1, DECODED_ROWS, 3 * DECODED_ROWS] {
             assert_eq!(*documents.get(index).unwrap(), *texts[index], "{index}");
         }
     }
@@ -424,21 +342,11 @@ pub(crate) mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("shard.parquet");
         let texts = numbered(30);
-        write_column(
-            &path,
-            "text",
-            Arc::new(StringArray::from(texts.clone())),
-            Compression::SNAPPY,
-        );
+        write_column(&path, "text", Arc::new(StringArray::from(texts.clone())), Compression::SNAPPY);
         for rows in [0..5, 5..9, 7..14, 10..30, 29..100, 30..40] {
-            let shards =
-                ParquetShards::open_rows(vec![path.clone()], "text", rows.clone()).unwrap();
+            let shards = ParquetShards::open_rows(vec![path.clone()], "text", rows.clone()).unwrap();
             let documents = Documents::from_parquet(shards);
-            assert_eq!(
-                read(&documents),
-                texts[rows.start.min(30)..rows.end.min(30)],
-                "{rows:?}"
-            );
+            assert_eq!(read(&documents), texts[rows.start.min(30)..rows.end.min(30)], "{rows:?}");
         }
     }
 
@@ -446,12 +354,7 @@ pub(crate) mod tests {
     fn a_missing_column_is_named_with_those_found() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("shard.parquet");
-        write_column(
-            &path,
-            "body",
-            Arc::new(StringArray::from(vec!["a"])),
-            Compression::SNAPPY,
-        );
+        write_column(&path, "body", Arc::new(StringArray::from(vec!["a"])), Compression::SNAPPY);
         assert!(refusal(&path).contains("expected a column `text`, found the columns: id, body"));
     }
 
@@ -459,12 +362,7 @@ pub(crate) mod tests {
     fn a_column_of_numbers_is_refused() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("shard.parquet");
-        write_column(
-            &path,
-            "text",
-            Arc::new(Int64Array::from(vec![1])),
-            Compression::SNAPPY,
-        );
+        write_column(&path, "text", Arc::new(Int64Array::from(vec![1])), Compression::SNAPPY);
         assert!(refusal(&path).contains("expected text in the column `text`, found Int64"));
     }
 
@@ -489,39 +387,21 @@ pub(crate) mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("shard.parquet");
         let texts = numbered(20);
-        write_column(
-            &path,
-            "text",
-            Arc::new(StringArray::from(texts)),
-            Compression::GZIP(GzipLevel::default()),
-        );
+        write_column(&path, "text", Arc::new(StringArray::from(texts)), Compression::GZIP(GzipLevel::default()));
         let mut bytes = fs::read(&path).unwrap();
-        let footer = bytes.len()
-            - 8
-            - u32::from_le_bytes(bytes[bytes.len() - 8..][..4].try_into().unwrap()) as usize;
+        let footer = bytes.len() - 8 - u32::from_le_bytes(bytes[bytes.len() - 8..][..4].try_into().unwrap()) as usize;
         bytes[4..footer].fill(0xff);
         fs::write(&path, bytes).unwrap();
         let message = documents(&path).get(0).unwrap_err().to_string();
-        assert!(
-            message.starts_with(path.to_str().unwrap()) && message.contains("hint: "),
-            "{message}"
-        );
+        assert!(message.starts_with(path.to_str().unwrap()) && message.contains("hint: "), "{message}");
     }
 
     #[test]
     fn bytes_that_are_not_utf8_are_refused() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("shard.parquet");
-        write_column(
-            &path,
-            "text",
-            Arc::new(BinaryArray::from(vec![&b"caf\xe9"[..]])),
-            Compression::SNAPPY,
-        );
+        write_column(&path, "text", Arc::new(BinaryArray::from(vec![&b"caf\xe9"[..]])), Compression::SNAPPY);
         let message = documents(&path).get(0).unwrap_err().to_string();
-        assert!(
-            message.contains("expected UTF-8 in the column `text`"),
-            "{message}"
-        );
+        assert!(message.contains("expected UTF-8 in the column `text`"), "{message}");
     }
 }

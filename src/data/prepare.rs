@@ -89,20 +89,9 @@ struct Record {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "snake_case", deny_unknown_fields)]
 enum Files {
-    Shards {
-        column: String,
-        train: Vec<String>,
-        validation: String,
-    },
-    Rows {
-        column: String,
-        file: String,
-        first_validation_row: usize,
-        first_training_row: usize,
-    },
-    Text {
-        files: Vec<String>,
-    },
+    Shards { column: String, train: Vec<String>, validation: String },
+    Rows { column: String, file: String, first_validation_row: usize, first_training_row: usize },
+    Text { files: Vec<String> },
     Generated,
 }
 
@@ -114,15 +103,8 @@ pub fn cache_folder(flag: Option<&Path>) -> Result<PathBuf> {
     first_cache_folder(flag, std::env::var_os(CACHE_VARIABLE), std::env::home_dir())
 }
 
-fn first_cache_folder(
-    flag: Option<&Path>,
-    variable: Option<OsString>,
-    home: Option<PathBuf>,
-) -> Result<PathBuf> {
-    let named = flag
-        .map(Path::to_path_buf)
-        .or(variable.map(PathBuf::from))
-        .filter(|path| !path.as_os_str().is_empty());
+fn first_cache_folder(flag: Option<&Path>, variable: Option<OsString>, home: Option<PathBuf>) -> Result<PathBuf> {
+    let named = flag.map(Path::to_path_buf).or(variable.map(PathBuf::from)).filter(|path| !path.as_os_str().is_empty());
     let home = home.filter(|path| !path.as_os_str().is_empty());
     named.or(home.map(|home| home.join(".cache").join("autoresearch"))).ok_or_else(|| {
         anyhow!("cache folder: expected one in --cache-dir, {CACHE_VARIABLE} or the home folder, found none; hint: pass --cache-dir DIR")
@@ -150,11 +132,7 @@ pub fn prepare(options: &PrepareOptions, mut say: impl FnMut(&str)) -> Result<Pr
     })?;
     say(&format!("data set {name} in {}", folder.display()));
 
-    let kept = if options.retrain_tokenizer {
-        None
-    } else {
-        kept_tokenizer(&folder, options.vocab_size, &mut say)?
-    };
+    let kept = if options.retrain_tokenizer { None } else { kept_tokenizer(&folder, options.vocab_size, &mut say)? };
     let record = get_files(&dataset, name, &folder, options, &mut say)?;
     let characters = match &dataset {
         Dataset::Named(manifest) => manifest.tokenizer_characters,
@@ -164,38 +142,33 @@ pub fn prepare(options: &PrepareOptions, mut say: impl FnMut(&str)) -> Result<Pr
     let validation = record.documents(&folder, Split::Validation)?;
     train.require_text(&format!("{}, training split", options.dataset))?;
     validation.require_text(&format!("{}, validation split", options.dataset))?;
-    say(&format!(
-        "{} training documents, {} validation documents",
-        train.len(),
-        validation.len()
-    ));
+    say(&format!("{} training documents, {} validation documents", train.len(), validation.len()));
 
     let tokenizer = match kept {
         Some(tokenizer) => {
-            say(&format!(
-                "tokenizer: kept, vocabulary {}",
-                tokenizer.vocab_size()
-            ));
+            say(&format!("tokenizer: kept, vocabulary {}", tokenizer.vocab_size()));
             tokenizer
         }
         None => {
             let tokenizer = train_tokenizer(&train, options.vocab_size, characters)?;
             tokenizer.save(&folder)?;
-            say(&format!(
-                "tokenizer: trained, vocabulary {}",
-                tokenizer.vocab_size()
-            ));
+            say(&format!("tokenizer: trained, vocabulary {}", tokenizer.vocab_size()));
             tokenizer
         }
     };
-    let text =
-        serde_json::to_string_pretty(&record).context("the record of a data set is valid JSON")?;
+    let text = serde_json::to_string_pretty(&record).context("the record of a data set is valid JSON")?;
     write_atomically(&folder.join(RECORD), text.as_bytes())?;
-    Ok(Prepared {
-        folder,
-        record,
-        tokenizer: Arc::new(tokenizer),
-    })
+    Ok(Prepared { folder, record, tokenizer: Arc::new(tokenizer) })
+}
+
+/// Documents of one split of a user's folder, straight from its files.
+///
+/// # Errors
+/// If the folder or a file in it cannot be read, or the split is empty.
+pub fn folder_documents(folder: &Path, split: Split) -> Result<Documents> {
+    let files = list_folder(folder, &mut |_| ())?;
+    Record { format: RECORD_FORMAT, name: String::new(), corpus: Some(folder.to_path_buf()), files }
+        .documents(folder, split)
 }
 
 impl Prepared {
@@ -203,11 +176,7 @@ impl Prepared {
     ///
     /// # Errors
     /// If the data set is not prepared, its record or tokenizer is damaged, or the vocabulary is another.
-    pub fn open(
-        dataset: &str,
-        cache_dir: Option<&Path>,
-        vocab_size: Option<usize>,
-    ) -> Result<Self> {
+    pub fn open(dataset: &str, cache_dir: Option<&Path>, vocab_size: Option<usize>) -> Result<Self> {
         let (_, folder) = place(&Dataset::from_argument(dataset)?, cache_dir)?;
         let path = folder.join(RECORD);
         let command = format!("autoresearch prepare --dataset {dataset}");
@@ -223,7 +192,10 @@ impl Prepared {
             ),
         };
         let record: Record = serde_json::from_str(&text).map_err(|error| {
-            anyhow!("{}: expected the record of a data set, found: {error}; hint: run `{command}` again", path.display())
+            anyhow!(
+                "{}: expected the record of a data set, found: {error}; hint: run `{command}` again",
+                path.display()
+            )
         })?;
         ensure!(
             record.format == RECORD_FORMAT,
@@ -235,11 +207,7 @@ impl Prepared {
         if let Some(expected) = vocab_size {
             check_vocabulary(&folder, &tokenizer, expected)?;
         }
-        Ok(Self {
-            folder,
-            record,
-            tokenizer: Arc::new(tokenizer),
-        })
+        Ok(Self { folder, record, tokenizer: Arc::new(tokenizer) })
     }
 
     /// The data set's name; of a folder, its last component and a hash of its path.
@@ -274,57 +242,28 @@ impl Prepared {
 impl Record {
     fn documents(&self, folder: &Path, split: Split) -> Result<Documents> {
         let corpus = self.corpus.as_deref().unwrap_or(folder);
-        let paths = |names: &[String]| {
-            names
-                .iter()
-                .map(|name| corpus.join(name))
-                .collect::<Vec<_>>()
-        };
+        let paths = |names: &[String]| names.iter().map(|name| corpus.join(name)).collect::<Vec<_>>();
         Ok(match (&self.files, split) {
             (Files::Shards { column, train, .. }, Split::Train) => {
                 Documents::from_parquet(ParquetShards::open(paths(train), column)?)
             }
-            (
-                Files::Shards {
-                    column, validation, ..
-                },
-                Split::Validation,
-            ) => Documents::from_parquet(ParquetShards::open(
-                paths(std::slice::from_ref(validation)),
-                column,
-            )?),
-            (
-                Files::Rows {
-                    column,
-                    file,
-                    first_validation_row,
-                    first_training_row,
-                },
-                split,
-            ) => {
+            (Files::Shards { column, validation, .. }, Split::Validation) => {
+                Documents::from_parquet(ParquetShards::open(paths(std::slice::from_ref(validation)), column)?)
+            }
+            (Files::Rows { column, file, first_validation_row, first_training_row }, split) => {
                 let rows = match split {
                     Split::Train => *first_training_row..usize::MAX,
                     Split::Validation => *first_validation_row..*first_training_row,
                 };
-                Documents::from_parquet(ParquetShards::open_rows(
-                    paths(std::slice::from_ref(file)),
-                    column,
-                    rows,
-                )?)
+                Documents::from_parquet(ParquetShards::open_rows(paths(std::slice::from_ref(file)), column, rows)?)
             }
-            (Files::Text { files }, split) => {
-                Documents::from_text(TextFiles::open(paths(files), split)?)
+            (Files::Text { files }, split) => Documents::from_text(TextFiles::open(paths(files), split)?),
+            (Files::Generated, Split::Train) => {
+                Documents::generated(tales::TRAIN_DOCUMENTS, GENERATED_GROUP, tales::train_document)
             }
-            (Files::Generated, Split::Train) => Documents::generated(
-                tales::TRAIN_DOCUMENTS,
-                GENERATED_GROUP,
-                tales::train_document,
-            ),
-            (Files::Generated, Split::Validation) => Documents::generated(
-                tales::VALIDATION_DOCUMENTS,
-                GENERATED_GROUP,
-                tales::validation_document,
-            ),
+            (Files::Generated, Split::Validation) => {
+                Documents::generated(tales::VALIDATION_DOCUMENTS, GENERATED_GROUP, tales::validation_document)
+            }
         })
     }
 }
@@ -334,15 +273,9 @@ fn place(dataset: &Dataset, cache_dir: Option<&Path>) -> Result<(String, PathBuf
     let name = match dataset {
         Dataset::Named(manifest) => manifest.name.clone(),
         Dataset::Folder(path) => {
-            let last = path
-                .file_name()
-                .map_or_else(|| "root".into(), |last| last.to_string_lossy());
+            let last = path.file_name().map_or_else(|| "root".into(), |last| last.to_string_lossy());
             let hash = Sha256::digest(path.as_os_str().as_encoded_bytes());
-            let hash: String = hash
-                .iter()
-                .take(4)
-                .map(|byte| format!("{byte:02x}"))
-                .collect();
+            let hash: String = hash.iter().take(4).map(|byte| format!("{byte:02x}")).collect();
             format!("{last}-{hash}")
         }
     };
@@ -362,49 +295,25 @@ fn get_files(
         Dataset::Folder(corpus) => (Some(corpus.clone()), list_folder(corpus, say)?),
         Dataset::Named(manifest) => (None, fetch(manifest, folder, options, say)?),
     };
-    Ok(Record {
-        format: RECORD_FORMAT,
-        name,
-        corpus,
-        files,
-    })
+    Ok(Record { format: RECORD_FORMAT, name, corpus, files })
 }
 
-fn fetch(
-    manifest: &Manifest,
-    folder: &Path,
-    options: &PrepareOptions,
-    say: &mut impl FnMut(&str),
-) -> Result<Files> {
+fn fetch(manifest: &Manifest, folder: &Path, options: &PrepareOptions, say: &mut impl FnMut(&str)) -> Result<Files> {
     let column = manifest.text_column.clone();
     let mut fetch = |repository: &str, first: &str, others: &[String]| -> Result<()> {
-        let fetched =
-            Hub::new(repository).fetch(folder, first, others, options.download_workers)?;
-        say(&format!(
-            "files from {repository}: {} fetched, {} there already",
-            fetched.new, fetched.kept
-        ));
+        let fetched = Hub::new(repository).fetch(folder, first, others, options.download_workers)?;
+        say(&format!("files from {repository}: {} fetched, {} there already", fetched.new, fetched.kept));
         Ok(())
     };
     match &manifest.source {
         Source::HubShards(hub) => {
             // -1 is no size: all of them.
-            let train =
-                hub.training_files(usize::try_from(options.num_shards).unwrap_or(usize::MAX));
+            let train = hub.training_files(usize::try_from(options.num_shards).unwrap_or(usize::MAX));
             let validation = hub.validation_file();
             fetch(&hub.repository, &validation, &train)?;
-            Ok(Files::Shards {
-                column,
-                train,
-                validation,
-            })
+            Ok(Files::Shards { column, train, validation })
         }
-        Source::HubFile {
-            repository,
-            file,
-            first_validation_row,
-            first_training_row,
-        } => {
+        Source::HubFile { repository, file, first_validation_row, first_training_row } => {
             fetch(repository, file, &[])?;
             Ok(Files::Rows {
                 column,
@@ -420,10 +329,7 @@ fn fetch(
 /// Which files of a user's folder are read, and how they are split.
 fn list_folder(corpus: &Path, say: &mut impl FnMut(&str)) -> Result<Files> {
     let unreadable = |error: std::io::Error| {
-        anyhow!(
-            "{}: the folder cannot be read ({error}); hint: check its permissions",
-            corpus.display()
-        )
+        anyhow!("{}: the folder cannot be read ({error}); hint: check its permissions", corpus.display())
     };
     let (mut shards, mut texts) = (Vec::new(), Vec::new());
     for entry in fs::read_dir(corpus).map_err(unreadable)? {
@@ -435,11 +341,7 @@ fn list_folder(corpus: &Path, say: &mut impl FnMut(&str)) -> Result<Files> {
         if name.starts_with('.') || !path.is_file() {
             continue;
         }
-        let extension = path
-            .extension()
-            .and_then(|extension| extension.to_str())
-            .unwrap_or("")
-            .to_ascii_lowercase();
+        let extension = path.extension().and_then(|extension| extension.to_str()).unwrap_or("").to_ascii_lowercase();
         match extension.as_str() {
             "parquet" => shards.push(name.to_string()),
             "txt" | "md" | "jsonl" => texts.push(name.to_string()),
@@ -455,21 +357,11 @@ fn list_folder(corpus: &Path, say: &mut impl FnMut(&str)) -> Result<Files> {
              hint: add a shard or split this one",
             corpus.display()
         );
-        say(&format!(
-            "{} training shards, validation on {validation}, the last by name",
-            shards.len()
-        ));
+        say(&format!("{} training shards, validation on {validation}, the last by name", shards.len()));
         if !texts.is_empty() {
-            say(&format!(
-                "{} text files beside the .parquet files are not read",
-                texts.len()
-            ));
+            say(&format!("{} text files beside the .parquet files are not read", texts.len()));
         }
-        return Ok(Files::Shards {
-            column: FOLDER_TEXT_COLUMN.to_string(),
-            train: shards,
-            validation,
-        });
+        return Ok(Files::Shards { column: FOLDER_TEXT_COLUMN.to_string(), train: shards, validation });
     }
     ensure!(
         !texts.is_empty(),
@@ -481,11 +373,7 @@ fn list_folder(corpus: &Path, say: &mut impl FnMut(&str)) -> Result<Files> {
 }
 
 /// The tokenizer in `folder`, if there is a whole one.
-fn kept_tokenizer(
-    folder: &Path,
-    vocab_size: usize,
-    say: &mut impl FnMut(&str),
-) -> Result<Option<Tokenizer>> {
+fn kept_tokenizer(folder: &Path, vocab_size: usize, say: &mut impl FnMut(&str)) -> Result<Option<Tokenizer>> {
     if !folder.join(RECORD).exists() {
         return Ok(None);
     }
@@ -495,9 +383,7 @@ fn kept_tokenizer(
             Ok(Some(tokenizer))
         }
         Err(error) => {
-            say(&format!(
-                "tokenizer: trained again, as the one that is there cannot be used: {error:#}"
-            ));
+            say(&format!("tokenizer: trained again, as the one that is there cannot be used: {error:#}"));
             Ok(None)
         }
     }
@@ -514,20 +400,10 @@ fn check_vocabulary(folder: &Path, tokenizer: &Tokenizer, expected: usize) -> Re
     Ok(())
 }
 
-fn train_tokenizer(
-    documents: &Documents,
-    vocab_size: usize,
-    characters: usize,
-) -> Result<Tokenizer> {
-    let options = TrainOptions {
-        vocab_size,
-        max_chars: characters,
-        doc_cap_chars: DOCUMENT_CHARACTERS,
-    };
+fn train_tokenizer(documents: &Documents, vocab_size: usize, characters: usize) -> Result<Tokenizer> {
+    let options = TrainOptions { vocab_size, max_chars: characters, doc_cap_chars: DOCUMENT_CHARACTERS };
     let bar = ProgressBar::new(0);
-    bar.set_style(ProgressStyle::with_template(
-        "tokenizer: {msg} {wide_bar} {percent}% [{elapsed_precise}]",
-    )?);
+    bar.set_style(ProgressStyle::with_template("tokenizer: {msg} {wide_bar} {percent}% [{elapsed_precise}]")?);
     let texts = documents.iter().map(|text| Ok(text?.to_string()));
     let tokenizer = Tokenizer::train(texts, &options, |stage, done, total| {
         if bar.message() != stage {
@@ -545,8 +421,7 @@ mod tests {
     use super::*;
     use crate::data::parquet_shards::tests::write_shard;
 
-    const STORY: &str =
-        "The cat sat on the mat, and the dog sat on the cat, and then the mat sat on the dog.";
+    const STORY: &str = "The cat sat on the mat, and the dog sat on the cat, and then the mat sat on the dog.";
 
     /// A corpus and a cache for it.
     struct Place {
@@ -556,10 +431,7 @@ mod tests {
 
     impl Place {
         fn new() -> Self {
-            Self {
-                corpus: tempfile::tempdir().unwrap(),
-                cache: tempfile::tempdir().unwrap(),
-            }
+            Self { corpus: tempfile::tempdir().unwrap(), cache: tempfile::tempdir().unwrap() }
         }
 
         fn shard(self, name: &str, texts: &[Option<&str>]) -> Self {
@@ -602,10 +474,7 @@ mod tests {
 
     fn one_line<T>(result: Result<T>) -> String {
         let message = format!("{:#}", result.err().expect("refused"));
-        assert!(
-            message.contains("; hint: ") && !message.contains('\n'),
-            "{message}"
-        );
+        assert!(message.contains("; hint: ") && !message.contains('\n'), "{message}");
         message
     }
 
@@ -618,29 +487,16 @@ mod tests {
     }
 
     fn texts(prepared: &Prepared, split: Split) -> Vec<String> {
-        prepared
-            .documents(split)
-            .unwrap()
-            .iter()
-            .map(|text| text.unwrap().to_string())
-            .collect()
+        prepared.documents(split).unwrap().iter().map(|text| text.unwrap().to_string()).collect()
     }
 
     #[test]
     fn the_last_shard_by_name_is_validation_and_other_files_are_left_alone() {
-        let place = shards()
-            .file("README.md", b"about")
-            .file(".hidden.parquet", b"no parquet");
+        let place = shards().file("README.md", b"about").file(".hidden.parquet", b"no parquet");
         let (prepared, said) = place.prepare();
-        assert_eq!(
-            texts(&prepared, Split::Train),
-            [STORY, "", &STORY.to_uppercase()]
-        );
+        assert_eq!(texts(&prepared, Split::Train), [STORY, "", &STORY.to_uppercase()]);
         assert_eq!(texts(&prepared, Split::Validation), ["validation"]);
-        assert!(
-            said.contains("validation on c.parquet") && said.contains("1 text files beside"),
-            "{said}"
-        );
+        assert!(said.contains("validation on c.parquet") && said.contains("1 text files beside"), "{said}");
         assert!(!prepared.is_tales());
     }
 
@@ -658,30 +514,13 @@ mod tests {
     fn a_second_run_keeps_the_tokenizer_and_another_vocabulary_must_be_asked_for() {
         let place = shards();
         place.prepare();
-        assert!(
-            place
-                .prepare()
-                .1
-                .contains("tokenizer: kept, vocabulary 270")
-        );
-        let other = PrepareOptions {
-            vocab_size: 280,
-            ..place.options()
-        };
+        assert!(place.prepare().1.contains("tokenizer: kept, vocabulary 270"));
+        let other = PrepareOptions { vocab_size: 280, ..place.options() };
         let message = one_line(prepare(&other, |_| {}));
-        assert!(
-            message.contains("vocabulary of 280, found one of 270"),
-            "{message}"
-        );
+        assert!(message.contains("vocabulary of 280, found one of 270"), "{message}");
         assert!(one_line(place.open(Some(280))).contains("--retrain-tokenizer"));
-        let (prepared, said) = place.prepare_with(&PrepareOptions {
-            retrain_tokenizer: true,
-            ..other
-        });
-        assert!(
-            said.contains("tokenizer: trained, vocabulary 280"),
-            "{said}"
-        );
+        let (prepared, said) = place.prepare_with(&PrepareOptions { retrain_tokenizer: true, ..other });
+        assert!(said.contains("tokenizer: trained, vocabulary 280"), "{said}");
         assert_eq!(prepared.tokenizer().vocab_size(), 280);
         place.open(Some(280)).unwrap();
     }
@@ -698,28 +537,18 @@ mod tests {
 
     #[test]
     fn text_files_are_split_by_the_stated_rule() {
-        let lines: String = (0..60)
-            .map(|number| format!("{{\"text\": \"{number} {STORY}\"}}\n"))
-            .collect();
-        let place = Place::new()
-            .file("a.jsonl", lines.as_bytes())
-            .file("b.txt", STORY.as_bytes());
+        let lines: String = (0..60).map(|number| format!("{{\"text\": \"{number} {STORY}\"}}\n")).collect();
+        let place = Place::new().file("a.jsonl", lines.as_bytes()).file("b.txt", STORY.as_bytes());
         let (prepared, said) = place.prepare();
         assert!(said.contains("SHA-256"), "{said}");
-        let (train, validation) = (
-            texts(&prepared, Split::Train),
-            texts(&prepared, Split::Validation),
-        );
+        let (train, validation) = (texts(&prepared, Split::Train), texts(&prepared, Split::Validation));
         assert_eq!(train.len() + validation.len(), 61);
         assert!(!validation.is_empty() && validation.iter().all(|text| !train.contains(text)));
     }
 
     #[test]
     fn a_single_file_is_split_by_row() {
-        let place = shards().shard(
-            "all.parquet",
-            &["test", "validation", "train", "more"].map(Some),
-        );
+        let place = shards().shard("all.parquet", &["test", "validation", "train", "more"].map(Some));
         let record = Record {
             format: RECORD_FORMAT,
             name: "rows".to_string(),
@@ -733,10 +562,7 @@ mod tests {
         };
         let texts = |split| -> Vec<String> {
             let documents = record.documents(place.corpus.path(), split).unwrap();
-            documents
-                .iter()
-                .map(|text| text.unwrap().to_string())
-                .collect()
+            documents.iter().map(|text| text.unwrap().to_string()).collect()
         };
         assert_eq!(texts(Split::Validation), ["validation"]);
         assert_eq!(texts(Split::Train), ["train", "more"]);
@@ -745,40 +571,20 @@ mod tests {
     #[test]
     fn a_single_shard_leaves_none_to_train_on() {
         let message = Place::new().shard("only.parquet", &[Some(STORY)]).refusal();
-        assert!(
-            message.contains("expected a training shard beside the validation shard only.parquet"),
-            "{message}"
-        );
+        assert!(message.contains("expected a training shard beside the validation shard only.parquet"), "{message}");
     }
 
     #[test]
     fn a_folder_without_texts_is_refused() {
-        assert!(
-            Place::new()
-                .file("image.png", b"")
-                .refusal()
-                .contains("expected .parquet, .txt, .md or .jsonl files")
-        );
+        assert!(Place::new().file("image.png", b"").refusal().contains("expected .parquet, .txt, .md or .jsonl files"));
     }
 
     #[test]
     fn an_empty_corpus_is_refused() {
-        let place = Place::new()
-            .shard("a.parquet", &[None, Some("")])
-            .shard("b.parquet", &[Some(STORY)]);
-        assert!(
-            place
-                .refusal()
-                .contains("training split: expected text, found no non-empty document among 2")
-        );
-        let place = Place::new()
-            .shard("a.parquet", &[Some(STORY)])
-            .shard("b.parquet", &[]);
-        assert!(
-            place
-                .refusal()
-                .contains("validation split: expected text, found no non-empty document among 0")
-        );
+        let place = Place::new().shard("a.parquet", &[None, Some("")]).shard("b.parquet", &[Some(STORY)]);
+        assert!(place.refusal().contains("training split: expected text, found no non-empty document among 2"));
+        let place = Place::new().shard("a.parquet", &[Some(STORY)]).shard("b.parquet", &[]);
+        assert!(place.refusal().contains("validation split: expected text, found no non-empty document among 0"));
     }
 
     #[test]
@@ -788,24 +594,15 @@ mod tests {
         let whole = fs::read(&path).unwrap();
         fs::write(&path, &whole[..whole.len() - 9]).unwrap();
         let message = place.refusal();
-        assert!(
-            message.contains("b.parquet: expected a complete parquet file"),
-            "{message}"
-        );
+        assert!(message.contains("b.parquet: expected a complete parquet file"), "{message}");
     }
 
     #[test]
     fn what_is_not_prepared_names_the_command() {
         let place = shards();
         let message = one_line(place.open(None));
-        assert!(
-            message.contains("autoresearch prepare --dataset"),
-            "{message}"
-        );
-        assert!(
-            message.starts_with(place.cache.path().to_str().unwrap()),
-            "{message}"
-        );
+        assert!(message.contains("autoresearch prepare --dataset"), "{message}");
+        assert!(message.starts_with(place.cache.path().to_str().unwrap()), "{message}");
     }
 
     #[test]
@@ -813,15 +610,9 @@ mod tests {
         let place = shards();
         let blocked = place.cache.path().join("blocked");
         fs::write(&blocked, "a file").unwrap();
-        let options = PrepareOptions {
-            cache_dir: Some(blocked.clone()),
-            ..place.options()
-        };
+        let options = PrepareOptions { cache_dir: Some(blocked.clone()), ..place.options() };
         assert!(one_line(prepare(&options, |_| {})).contains("the cache folder cannot be made"));
-        assert!(
-            one_line(Prepared::open(&options.dataset, Some(&blocked), None))
-                .contains("the cache cannot be read")
-        );
+        assert!(one_line(Prepared::open(&options.dataset, Some(&blocked), None)).contains("the cache cannot be read"));
     }
 
     #[test]
@@ -837,10 +628,7 @@ mod tests {
     #[test]
     fn impossible_numbers_of_shards_are_refused() {
         for num_shards in [0, -2] {
-            let options = PrepareOptions {
-                num_shards,
-                ..shards().options()
-            };
+            let options = PrepareOptions { num_shards, ..shards().options() };
             assert!(one_line(prepare(&options, |_| {})).starts_with("--num-shards: "));
         }
     }
@@ -849,37 +637,17 @@ mod tests {
     fn folders_of_the_same_name_do_not_share_a_cache() {
         let root = tempfile::tempdir().unwrap();
         let [one, two] = ["one", "two"].map(|parent| root.path().join(parent).join("texts"));
-        let names = [&one, &two].map(|path| {
-            place(&Dataset::Folder(path.clone()), Some(root.path()))
-                .unwrap()
-                .0
-        });
-        assert!(
-            names.iter().all(|name| name.starts_with("texts-")) && names[0] != names[1],
-            "{names:?}"
-        );
+        let names = [&one, &two].map(|path| place(&Dataset::Folder(path.clone()), Some(root.path())).unwrap().0);
+        assert!(names.iter().all(|name| name.starts_with("texts-")) && names[0] != names[1], "{names:?}");
     }
 
     #[test]
     fn the_flag_wins_over_the_variable_and_that_over_the_home_folder() {
-        let (flag, variable, home) = (
-            Path::new("/flag"),
-            OsString::from("/variable"),
-            PathBuf::from("/home"),
-        );
+        let (flag, variable, home) = (Path::new("/flag"), OsString::from("/variable"), PathBuf::from("/home"));
         let folder = |flag, variable, home| first_cache_folder(flag, variable, home).unwrap();
-        assert_eq!(
-            folder(Some(flag), Some(variable.clone()), Some(home.clone())),
-            flag
-        );
-        assert_eq!(
-            folder(None, Some(variable), Some(home.clone())),
-            Path::new("/variable")
-        );
-        assert_eq!(
-            folder(None, Some(OsString::new()), Some(home.clone())),
-            Path::new("/home/.cache/autoresearch")
-        );
+        assert_eq!(folder(Some(flag), Some(variable.clone()), Some(home.clone())), flag);
+        assert_eq!(folder(None, Some(variable), Some(home.clone())), Path::new("/variable"));
+        assert_eq!(folder(None, Some(OsString::new()), Some(home.clone())), Path::new("/home/.cache/autoresearch"));
         assert!(one_line(first_cache_folder(None, None, None)).contains("--cache-dir"));
     }
 
@@ -894,17 +662,7 @@ mod tests {
         };
         let prepared = prepare(&options, |_| {}).unwrap();
         assert!(prepared.is_tales());
-        assert_eq!(
-            *prepared.documents(Split::Train).unwrap().get(5).unwrap(),
-            *tales::train_document(5)
-        );
-        assert_eq!(
-            *prepared
-                .documents(Split::Validation)
-                .unwrap()
-                .get(5)
-                .unwrap(),
-            *tales::validation_document(5)
-        );
+        assert_eq!(*prepared.documents(Split::Train).unwrap().get(5).unwrap(), *tales::train_document(5));
+        assert_eq!(*prepared.documents(Split::Validation).unwrap().get(5).unwrap(), *tales::validation_document(5));
     }
 }

@@ -46,8 +46,7 @@ impl TextFiles {
             if is_lines(path) {
                 scan_lines(file, path, &mut places)?;
             } else {
-                let text =
-                    std::fs::read_to_string(path).map_err(|error| unreadable(path, &error))?;
+                let text = std::fs::read_to_string(path).map_err(|error| unreadable(path, &error))?;
                 places.push(Place::new(file, 0, text.len(), &text));
             }
         }
@@ -62,10 +61,7 @@ impl TextFiles {
             )
         })?;
         places.retain(|place| is_validation(place) == (split == Split::Validation));
-        Ok(Self {
-            files: Arc::new(files),
-            places,
-        })
+        Ok(Self { files: Arc::new(files), places })
     }
 
     /// Number of documents.
@@ -102,44 +98,28 @@ impl Place {
     fn new(file: usize, offset: u64, bytes: usize, text: &str) -> Self {
         let digest = Sha256::digest(text.as_bytes());
         let head: [u8; 8] = std::array::from_fn(|byte| digest[byte]);
-        Self {
-            file,
-            offset,
-            bytes,
-            hash: u64::from_be_bytes(head),
-            empty: text.is_empty(),
-        }
+        Self { file, offset, bytes, hash: u64::from_be_bytes(head), empty: text.is_empty() }
     }
 }
 
 /// Which documents are validation, see [`SPLIT_RULE`]; none if there are not two different non-empty documents.
 fn validation_rule(places: &[Place]) -> Option<impl Fn(&Place) -> bool + use<>> {
-    let hashes = || {
-        places
-            .iter()
-            .filter(|place| !place.empty)
-            .map(|place| place.hash)
-    };
-    let by_rule = hashes()
-        .filter(|hash| hash.is_multiple_of(VALIDATION_EVERY))
-        .count();
+    let hashes = || places.iter().filter(|place| !place.empty).map(|place| place.hash);
+    let by_rule = hashes().filter(|hash| hash.is_multiple_of(VALIDATION_EVERY)).count();
     let lowest = hashes().min()?;
     let both_sides = by_rule > 0 && by_rule < hashes().count();
     if !both_sides && hashes().all(|hash| hash == lowest) {
         return None;
     }
-    Some(move |place: &Place| {
-        if both_sides {
-            place.hash.is_multiple_of(VALIDATION_EVERY)
-        } else {
-            place.hash == lowest && !place.empty
-        }
-    })
+    Some(
+        move |place: &Place| {
+            if both_sides { place.hash.is_multiple_of(VALIDATION_EVERY) } else { place.hash == lowest && !place.empty }
+        },
+    )
 }
 
 fn is_lines(path: &Path) -> bool {
-    path.extension()
-        .is_some_and(|extension| extension.eq_ignore_ascii_case("jsonl"))
+    path.extension().is_some_and(|extension| extension.eq_ignore_ascii_case("jsonl"))
 }
 
 fn scan_lines(file: usize, path: &Path, places: &mut Vec<Place>) -> Result<()> {
@@ -148,9 +128,7 @@ fn scan_lines(file: usize, path: &Path, places: &mut Vec<Place>) -> Result<()> {
     let mut offset = 0;
     for number in 1.. {
         line.clear();
-        let bytes = lines
-            .read_until(b'\n', &mut line)
-            .map_err(|error| unreadable(path, &error))?;
+        let bytes = lines.read_until(b'\n', &mut line).map_err(|error| unreadable(path, &error))?;
         if bytes == 0 {
             break;
         }
@@ -165,40 +143,23 @@ fn scan_lines(file: usize, path: &Path, places: &mut Vec<Place>) -> Result<()> {
 
 fn text_of_line(path: &Path, place: &str, line: &[u8]) -> Result<String> {
     let hint = "hint: write one JSON object per line, {\"text\": \"…\"}";
-    let mut object: Map<String, Value> = serde_json::from_slice(line).map_err(|error| {
-        anyhow!(
-            "{}, {place}: expected a JSON object, found: {error}; {hint}",
-            path.display()
-        )
-    })?;
+    let mut object: Map<String, Value> = serde_json::from_slice(line)
+        .map_err(|error| anyhow!("{}, {place}: expected a JSON object, found: {error}; {hint}", path.display()))?;
     match object.remove(TEXT_FIELD) {
         Some(Value::String(text)) => Ok(text),
         Some(Value::Null) => Ok(String::new()),
         Some(other) => {
-            bail!(
-                "{}, {place}: expected a string in the field `{TEXT_FIELD}`, found {other}; {hint}",
-                path.display()
-            )
+            bail!("{}, {place}: expected a string in the field `{TEXT_FIELD}`, found {other}; {hint}", path.display())
         }
         None => {
-            let found = object
-                .keys()
-                .map(String::as_str)
-                .collect::<Vec<_>>()
-                .join(", ");
-            bail!(
-                "{}, {place}: expected a field `{TEXT_FIELD}`, found the fields: {found}; {hint}",
-                path.display()
-            )
+            let found = object.keys().map(String::as_str).collect::<Vec<_>>().join(", ");
+            bail!("{}, {place}: expected a field `{TEXT_FIELD}`, found the fields: {found}; {hint}", path.display())
         }
     }
 }
 
 fn unreadable(path: &Path, error: &dyn std::error::Error) -> anyhow::Error {
-    anyhow!(
-        "{}: expected readable UTF-8 text, found: {error}; hint: convert the file or move it away",
-        path.display()
-    )
+    anyhow!("{}: expected readable UTF-8 text, found: {error}; hint: convert the file or move it away", path.display())
 }
 
 #[cfg(test)]
@@ -208,16 +169,12 @@ mod tests {
 
     fn texts(files: &[PathBuf], split: Split) -> Vec<String> {
         let files = TextFiles::open(files.to_vec(), split).unwrap();
-        (0..files.len())
-            .map(|index| files.document(index).unwrap())
-            .collect()
+        (0..files.len()).map(|index| files.document(index).unwrap()).collect()
     }
 
     fn lines(folder: &Path, texts: &[String]) -> PathBuf {
         let path = folder.join("corpus.jsonl");
-        let lines = texts
-            .iter()
-            .map(|text| serde_json::json!({ "id": 1, "text": text }).to_string());
+        let lines = texts.iter().map(|text| serde_json::json!({ "id": 1, "text": text }).to_string());
         fs::write(&path, lines.collect::<Vec<_>>().join("\n")).unwrap();
         path
     }
@@ -226,23 +183,15 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join(name);
         fs::write(&path, content).unwrap();
-        let message = TextFiles::open(vec![path], Split::Train)
-            .err()
-            .expect("refused")
-            .to_string();
-        assert!(
-            message.contains("hint: ") && !message.contains('\n'),
-            "{message}"
-        );
+        let message = TextFiles::open(vec![path], Split::Train).err().expect("refused").to_string();
+        assert!(message.contains("hint: ") && !message.contains('\n'), "{message}");
         message
     }
 
     #[test]
     fn every_document_is_on_exactly_one_side() {
         let folder = tempfile::tempdir().unwrap();
-        let all: Vec<String> = (0..400)
-            .map(|number| format!("tale \"{number}\"\n<|reserved_0|> ä"))
-            .collect();
+        let all: Vec<String> = (0..400).map(|number| format!("tale \"{number}\"\n<|reserved_0|> ä")).collect();
         let file = lines(folder.path(), &all);
         let train = texts(std::slice::from_ref(&file), Split::Train);
         let validation = texts(&[file], Split::Validation);
@@ -260,11 +209,7 @@ mod tests {
         let all: Vec<String> = (0..400).map(|number| format!("tale {number}")).collect();
         let before = texts(&[lines(folder.path(), &all)], Split::Validation);
         let after = texts(&[lines(folder.path(), &all[100..])], Split::Validation);
-        let kept: Vec<_> = before
-            .iter()
-            .filter(|text| all[100..].contains(text))
-            .cloned()
-            .collect();
+        let kept: Vec<_> = before.iter().filter(|text| all[100..].contains(text)).cloned().collect();
         assert_eq!(after, kept);
     }
 
@@ -282,27 +227,17 @@ mod tests {
     #[test]
     fn one_document_is_too_few() {
         assert!(refusal("a.txt", b"all of it").contains("at least two non-empty documents"));
-        assert!(
-            refusal("a.jsonl", b"{\"text\": \"a\"}\n\n{\"text\": null}\n")
-                .contains("found 1 in 1 files")
-        );
+        assert!(refusal("a.jsonl", b"{\"text\": \"a\"}\n\n{\"text\": null}\n").contains("found 1 in 1 files"));
     }
 
     #[test]
     fn bad_lines_are_named_by_number() {
         assert!(
-            refusal("a.jsonl", b"{\"text\": \"a\"}\n\nnot json\n")
-                .contains("a.jsonl, line 3: expected a JSON object")
+            refusal("a.jsonl", b"{\"text\": \"a\"}\n\nnot json\n").contains("a.jsonl, line 3: expected a JSON object")
         );
         let missing = refusal("a.jsonl", b"{\"body\": \"a\", \"id\": 1}\n");
-        assert!(
-            missing.contains("line 1: expected a field `text`, found the fields: body, id"),
-            "{missing}"
-        );
-        assert!(
-            refusal("a.jsonl", b"{\"text\": 7}\n")
-                .contains("expected a string in the field `text`, found 7")
-        );
+        assert!(missing.contains("line 1: expected a field `text`, found the fields: body, id"), "{missing}");
+        assert!(refusal("a.jsonl", b"{\"text\": 7}\n").contains("expected a string in the field `text`, found 7"));
     }
 
     #[test]

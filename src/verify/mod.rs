@@ -6,12 +6,28 @@
 
 mod model;
 mod muon;
+mod packing;
+mod run;
+mod tokenizer;
 
 use crate::checkpoint::TensorFile;
+use crate::data::documents::{Documents, Split};
+use crate::data::prepare::folder_documents;
 use anyhow::{Context, Result, bail};
 use burn::tensor::{Device, TensorData};
 use serde::de::DeserializeOwned;
+use std::fmt;
 use std::path::PathBuf;
+use tempfile::TempDir;
+
+/// The goldens in `tests/golden/`.
+const BUILT_IN: [(&str, &[u8]); 5] = [
+    ("model-gqa.json", include_bytes!("../../tests/golden/model-gqa.json")),
+    ("model-gqa.safetensors", include_bytes!("../../tests/golden/model-gqa.safetensors")),
+    ("model-gqa-optim.safetensors", include_bytes!("../../tests/golden/model-gqa-optim.safetensors")),
+    ("muon.json", include_bytes!("../../tests/golden/muon.json")),
+    ("muon.safetensors", include_bytes!("../../tests/golden/muon.safetensors")),
+];
 
 /// One comparison with a golden value.
 #[derive(Clone, Debug)]
@@ -31,6 +47,27 @@ impl Check {
     pub fn passed(&self) -> bool {
         self.error <= self.tolerance
     }
+}
+
+impl fmt::Display for Check {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { case, quantity, error, tolerance } = self;
+        let verdict = if self.passed() { "pass" } else { "fail" };
+        write!(f, "{case}: {quantity}: error {error:.2e}, tolerance {tolerance:.0e}: {verdict}")
+    }
+}
+
+/// Writes the goldens that are built into the program to a temporary folder.
+///
+/// # Errors
+/// If they cannot be written.
+pub fn write_built_in_goldens() -> Result<TempDir> {
+    let folder = tempfile::tempdir().context("cannot make a temporary folder for the built-in goldens")?;
+    for (name, bytes) in BUILT_IN {
+        let path = folder.path().join(name);
+        std::fs::write(&path, bytes).with_context(|| format!("cannot write {}", path.display()))?;
+    }
+    Ok(folder)
 }
 
 /// A folder of goldens and what its cases need.
@@ -86,12 +123,21 @@ impl Goldens {
     fn run(&self, case: &str) -> Result<Vec<Check>> {
         let kind = case.split('-').next().unwrap_or(case);
         match kind {
+            "tokenizer" => tokenizer::checks(self, case),
+            "packing" => packing::checks(self, case),
+            "run" => run::checks(self, case),
             "model" => model::checks(self, case),
             kind if kind.starts_with("muon") => muon::checks(self, case),
             _ => bail!(
                 "'{case}.json' is of no known kind; hint: names start with tokenizer-, packing-, model-, muon or run-"
             ),
         }
+    }
+
+    /// Documents of one split of the corpus.
+    fn documents(&self, split: Split) -> Result<Documents> {
+        let corpus = self.corpus.as_ref().context("this golden needs the corpus; hint: --corpus names its folder")?;
+        folder_documents(corpus, split)
     }
 
     fn json<T: DeserializeOwned>(&self, case: &str) -> Result<T> {

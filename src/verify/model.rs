@@ -157,8 +157,8 @@ fn optimizer_steps(goldens: &Goldens, name: &str, description: &Description) -> 
                 bail!("there are tensors '{after}*', but none for '{}'", parameter.name);
             };
             let error = mean_absolute_difference(&parameter.value.to_data(), golden);
-            total += error * golden.len() as f64;
-            elements += golden.len();
+            total += error * golden.num_elements() as f64;
+            elements += golden.num_elements();
             // One parameter may be further off than all in the mean: embeddings move by whole units a step.
             checks.push(goldens.check(name, format!("{after}{}", parameter.name), error, 1e-3));
         }

@@ -101,10 +101,7 @@ impl Weights {
                 Some(*end)
             })
             .collect();
-        let nats = weights
-            .iter()
-            .map(|&weight| (total / weight as f64).ln())
-            .collect();
+        let nats = weights.iter().map(|&weight| (total / weight as f64).ln()).collect();
         Self { ends, nats }
     }
 
@@ -154,16 +151,12 @@ impl Row {
 
     /// The text of a form that the grammar's checks found to be there.
     pub(super) fn say(&self, form: Form) -> &str {
-        self.get(form)
-            .expect("a checked grammar uses only the attributes that its rows have")
+        self.get(form).expect("a checked grammar uses only the attributes that its rows have")
     }
 
     /// The value of an attribute that the grammar's checks found to be there.
     pub(super) fn value(&self, attribute: usize) -> &str {
-        self.say(Form {
-            attribute,
-            capital: false,
-        })
+        self.say(Form { attribute, capital: false })
     }
 }
 
@@ -187,12 +180,7 @@ impl Grammar {
             }
         }
         let root = reader.rule_named(root)?;
-        let grammar = Self {
-            rules,
-            tables,
-            root,
-            variables: reader.variables.len(),
-        };
+        let grammar = Self { rules, tables, root, variables: reader.variables.len() };
         Check::new(&grammar, &reader).run()?;
         Ok(grammar)
     }
@@ -203,10 +191,7 @@ impl Grammar {
             grammar: self,
             rng,
             held: vec![None; self.variables],
-            story: Story {
-                text: String::new(),
-                nats: 0.0,
-            },
+            story: Story { text: String::new(), nats: 0.0 },
         };
         writer.choose(&self.rules[self.root]);
         writer.story
@@ -239,17 +224,10 @@ impl<'g> Writer<'g> {
             Node::Literal(literal) => self.story.text.push_str(literal),
             Node::Choice(choice) => self.choose(choice),
             Node::Rule(rule) => self.choose(&grammar.rules[*rule]),
-            Node::Draw {
-                table,
-                variable,
-                except,
-                form,
-            } => {
+            Node::Draw { table, variable, except, form } => {
                 let weights = &grammar.tables[*table].weights;
                 // Two variables may hold rows of different tables: then there is nothing to leave out.
-                let left_out = except
-                    .map(|other| self.held(other))
-                    .filter(|(other, _)| other == table);
+                let left_out = except.map(|other| self.held(other)).filter(|(other, _)| other == table);
                 let row = if let Some((_, left_out)) = left_out {
                     self.story.nats -= weights.nats_without(left_out);
                     weights.draw_without(left_out, &mut self.rng)
@@ -260,19 +238,13 @@ impl<'g> Writer<'g> {
                 if let Some(variable) = variable {
                     self.held[*variable] = Some((*table, row));
                 }
-                self.story
-                    .text
-                    .push_str(grammar.row((*table, row)).say(*form));
+                self.story.text.push_str(grammar.row((*table, row)).say(*form));
             }
             Node::Use { variable, form } => {
                 let row = grammar.row(self.held(*variable));
                 self.story.text.push_str(row.say(*form));
             }
-            Node::Dispatch {
-                variable,
-                attribute,
-                rules,
-            } => {
+            Node::Dispatch { variable, attribute, rules } => {
                 let value = grammar.row(self.held(*variable)).value(*attribute);
                 self.choose(&grammar.rules[rules[value]]);
             }
@@ -325,22 +297,13 @@ impl Reader {
                 .with_context(|| {
                     format!("line {number}: expected `rule NAME` or `table NAME`, found `{text}`; hint: indent what belongs to a block")
                 })?;
-            let names = if kind == "rule" {
-                &mut self.rules
-            } else {
-                &mut self.tables
-            };
+            let names = if kind == "rule" { &mut self.rules } else { &mut self.tables };
             let next = names.len();
             ensure!(
                 names.insert(name.to_owned(), next).is_none(),
                 "line {number}: expected a new name, found a second {kind} `{name}`; hint: rename one of them"
             );
-            blocks.push(Block {
-                line: number,
-                kind,
-                name,
-                body: Vec::new(),
-            });
+            blocks.push(Block { line: number, kind, name, body: Vec::new() });
         }
         Ok(blocks)
     }
@@ -364,15 +327,8 @@ impl Reader {
                     seen.insert(name),
                     "expected different rows, found `{name}` twice; hint: a text with it would have two derivations"
                 );
-                let article = if name.starts_with(['a', 'e', 'i', 'o', 'u']) {
-                    "an"
-                } else {
-                    "a"
-                };
-                let mut forms = vec![
-                    Some(both_cases(name)),
-                    Some(both_cases(&format!("{article} {name}"))),
-                ];
+                let article = if name.starts_with(['a', 'e', 'i', 'o', 'u']) { "an" } else { "a" };
+                let mut forms = vec![Some(both_cases(name)), Some(both_cases(&format!("{article} {name}")))];
                 for (attribute, value) in &shared {
                     if forms.len() <= *attribute {
                         forms.resize(attribute + 1, None);
@@ -384,24 +340,15 @@ impl Reader {
                 rank += 1;
             }
         }
-        ensure!(
-            rows.len() > 1,
-            "expected two or more rows, found {}; hint: write a single one as text",
-            rows.len()
-        );
-        Ok(Table {
-            weights: Weights::new(&weights),
-            rows,
-        })
+        ensure!(rows.len() > 1, "expected two or more rows, found {}; hint: write a single one as text", rows.len());
+        Ok(Table { weights: Weights::new(&weights), rows })
     }
 
     fn attribute_values<'s>(&mut self, section: &'s str) -> Result<Vec<(usize, &'s str)>> {
         items(section)
             .map(|pair| {
                 let (attribute, value) = pair.split_once('=').with_context(|| {
-                    format!(
-                        "expected `attribute=value`, found `{pair}`; hint: commas separate them"
-                    )
+                    format!("expected `attribute=value`, found `{pair}`; hint: commas separate them")
                 })?;
                 Ok((number(&mut self.attributes, attribute), value))
             })
@@ -440,10 +387,7 @@ impl Reader {
             );
             weights.push(weight);
         }
-        Ok(Choice {
-            weights: Weights::new(&weights),
-            alternatives: sequences,
-        })
+        Ok(Choice { weights: Weights::new(&weights), alternatives: sequences })
     }
 
     /// Reads up to the end, or up to the `|` or `)` that ends an alternative.
@@ -488,17 +432,13 @@ impl Reader {
                 None => bail!("expected `)`, found the end; hint: parentheses stand in pairs"),
             }
         }
-        Ok(Choice {
-            weights: Weights::new(&weights),
-            alternatives,
-        })
+        Ok(Choice { weights: Weights::new(&weights), alternatives })
     }
 
     /// `rule`, or `rule/variable.attribute`.
     fn reference(&mut self, inside: &str) -> Result<Node> {
-        let Some((base, (variable, attribute))) = inside
-            .split_once('/')
-            .and_then(|(base, choice)| Some((base, choice.split_once('.')?)))
+        let Some((base, (variable, attribute))) =
+            inside.split_once('/').and_then(|(base, choice)| Some((base, choice.split_once('.')?)))
         else {
             return Ok(Node::Rule(self.rule_named(inside)?));
         };
@@ -536,10 +476,7 @@ impl Reader {
             None => (source, None),
         };
         let (name, attribute) = source.split_once('.').unwrap_or((source, "name"));
-        let form = Form {
-            attribute: number(&mut self.attributes, attribute),
-            capital,
-        };
+        let form = Form { attribute: number(&mut self.attributes, attribute), capital };
         if let Some(variable) = variable {
             ensure!(
                 !self.tables.contains_key(variable),
@@ -558,17 +495,15 @@ impl Reader {
                 variable.is_none() && except.is_none(),
                 "expected a table, found `{name}`; hint: tables start with `table NAME`"
             );
-            Ok(Node::Use {
-                variable: number(&mut self.variables, name),
-                form,
-            })
+            Ok(Node::Use { variable: number(&mut self.variables, name), form })
         }
     }
 
     fn rule_named(&self, name: &str) -> Result<usize> {
-        self.rules.get(name).copied().with_context(|| {
-            format!("expected a rule, found `{name}`; hint: rules start with `rule NAME`")
-        })
+        self.rules
+            .get(name)
+            .copied()
+            .with_context(|| format!("expected a rule, found `{name}`; hint: rules start with `rule NAME`"))
     }
 }
 
@@ -579,9 +514,7 @@ fn number(names: &mut FxHashMap<String, usize>, name: &str) -> usize {
 }
 
 fn items(line: &str) -> impl Iterator<Item = &str> {
-    line.split(',')
-        .map(str::trim)
-        .filter(|item| !item.is_empty())
+    line.split(',').map(str::trim).filter(|item| !item.is_empty())
 }
 
 /// Takes a leading `3* ` off; without one the weight is 1.
@@ -614,9 +547,9 @@ fn zipf(factor: u64, rank: u64) -> u64 {
 
 /// Takes a bracketed name off the front of `rest`.
 fn enclosed<'s>(rest: &mut &'s str, close: char) -> Result<&'s str> {
-    let (inside, after) = rest[1..].split_once(close).with_context(|| {
-        format!("expected `{close}` after `{rest}`; hint: brackets stand in pairs")
-    })?;
+    let (inside, after) = rest[1..]
+        .split_once(close)
+        .with_context(|| format!("expected `{close}` after `{rest}`; hint: brackets stand in pairs"))?;
     *rest = after;
     Ok(inside)
 }
@@ -646,12 +579,7 @@ impl<'g> Check<'g> {
         let mut sources = vec![FxHashSet::default(); grammar.variables];
         for rule in &grammar.rules {
             rule.visit(&mut |node| {
-                if let Node::Draw {
-                    table,
-                    variable: Some(variable),
-                    ..
-                } = node
-                {
+                if let Node::Draw { table, variable: Some(variable), .. } = node {
                     sources[*variable].insert(*table);
                 }
             });
@@ -673,16 +601,8 @@ impl<'g> Check<'g> {
             self.grammar.variables
         );
         self.rule(self.grammar.root, 0)?;
-        for (names, used) in [
-            (&self.reader.rules, &self.used_rules),
-            (&self.reader.tables, &self.used_tables),
-        ] {
-            if let Some(name) = names
-                .iter()
-                .filter(|(_, id)| !used.contains(id))
-                .map(|(name, _)| name)
-                .min()
-            {
+        for (names, used) in [(&self.reader.rules, &self.used_rules), (&self.reader.tables, &self.used_tables)] {
+            if let Some(name) = names.iter().filter(|(_, id)| !used.contains(id)).map(|(name, _)| name).min() {
                 bail!(
                     "expected every block to be reached from the root, found `{name}` unused; hint: refer to it or remove it"
                 );
@@ -695,16 +615,14 @@ impl<'g> Check<'g> {
         let name = name_of(&self.reader.rules, rule);
         match self.after.get(&(rule, filled)) {
             Some(Some(after)) => return Ok(*after),
-            Some(None) => bail!(
-                "expected texts that end, found rule `{name}` inside itself; hint: write the repetition out"
-            ),
+            Some(None) => {
+                bail!("expected texts that end, found rule `{name}` inside itself; hint: write the repetition out")
+            }
             None => {}
         }
         self.after.insert((rule, filled), None);
         self.used_rules.insert(rule);
-        let after = self
-            .choice(&self.grammar.rules[rule], filled)
-            .with_context(|| format!("rule `{name}`"))?;
+        let after = self.choice(&self.grammar.rules[rule], filled).with_context(|| format!("rule `{name}`"))?;
         self.after.insert((rule, filled), Some(after));
         Ok(after)
     }
@@ -726,12 +644,7 @@ impl<'g> Check<'g> {
             Node::Literal(_) => Ok(filled),
             Node::Choice(choice) => self.choice(choice, filled),
             Node::Rule(rule) => self.rule(*rule, filled),
-            Node::Draw {
-                table,
-                variable,
-                except,
-                form,
-            } => {
+            Node::Draw { table, variable, except, form } => {
                 self.used_tables.insert(*table);
                 self.has(*table, *form)?;
                 if let Some(except) = except {
@@ -746,16 +659,9 @@ impl<'g> Check<'g> {
                 }
                 Ok(filled)
             }
-            Node::Dispatch {
-                variable,
-                attribute,
-                rules,
-            } => {
+            Node::Dispatch { variable, attribute, rules } => {
                 self.is_filled(*variable, filled)?;
-                let form = Form {
-                    attribute: *attribute,
-                    capital: false,
-                };
+                let form = Form { attribute: *attribute, capital: false };
                 let mut all = u64::MAX;
                 for table in self.sources[*variable].clone() {
                     self.has(table, form)?;
@@ -807,10 +713,7 @@ impl Choice {
 }
 
 fn name_of(names: &FxHashMap<String, usize>, id: usize) -> &str {
-    names
-        .iter()
-        .find_map(|(name, &other)| (other == id).then_some(name.as_str()))
-        .unwrap_or("?")
+    names.iter().find_map(|(name, &other)| (other == id).then_some(name.as_str())).unwrap_or("?")
 }
 
 #[cfg(test)]
@@ -838,10 +741,7 @@ mod tests {
         for (text, (count, nats)) in counts {
             let expected = (-nats).exp() * draws as f64;
             let deviations = (f64::from(count) - expected) / expected.sqrt();
-            assert!(
-                deviations.abs() < 4.5,
-                "`{text}` {count} times instead of {expected}"
-            );
+            assert!(deviations.abs() < 4.5, "`{text}` {count} times instead of {expected}");
         }
     }
 
@@ -854,10 +754,7 @@ mod tests {
         .expect("a toy grammar is right");
         for seed in 0..20 {
             let text = grammar.generate(ChaCha8Rng::seed_from_u64(seed)).text;
-            assert!(
-                ["An owl hoots.\n\nowl", "A cow moos.\n\ncow"].contains(&text.as_str()),
-                "{text}"
-            );
+            assert!(["An owl hoots.\n\nowl", "A cow moos.\n\ncow"].contains(&text.as_str()), "{text}");
         }
     }
 
@@ -868,27 +765,12 @@ mod tests {
             ("rule text\n  - [tail]".to_owned(), "`tail`"),
             ("rule text\n  - a [text]".to_owned(), "inside itself"),
             (format!("{table}rule text\n  - a"), "`colour` unused"),
-            (
-                format!("{table}rule text\n  - {{hue}} {{hue := colour}}"),
-                "`hue`",
-            ),
-            (
-                format!("{table}rule text\n  - (|{{hue := colour}}) {{hue}}"),
-                "`hue`",
-            ),
+            (format!("{table}rule text\n  - {{hue}} {{hue := colour}}"), "`hue`"),
+            (format!("{table}rule text\n  - (|{{hue := colour}}) {{hue}}"), "`hue`"),
             (format!("{table}rule text\n  - {{colour.size}}"), "`size`"),
-            (
-                format!("{table}rule text\n  - {{hue := colour}} [b/hue.name]\nrule b/red\n  - a"),
-                "`blue`",
-            ),
-            (
-                format!("{table}rule text\n  - {{colour := colour}}"),
-                "name of its own",
-            ),
-            (
-                "table colour\n  red, red\nrule text\n  - a".to_owned(),
-                "twice",
-            ),
+            (format!("{table}rule text\n  - {{hue := colour}} [b/hue.name]\nrule b/red\n  - a"), "`blue`"),
+            (format!("{table}rule text\n  - {{colour := colour}}"), "name of its own"),
+            ("table colour\n  red, red\nrule text\n  - a".to_owned(), "twice"),
             ("table colour\n  red\nrule text\n  - a".to_owned(), "line 1"),
             ("rule text\n  - (a|b".to_owned(), "`)`"),
             ("rule text\n  - a)".to_owned(), "`(`"),

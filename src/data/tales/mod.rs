@@ -49,10 +49,7 @@ impl Information {
 /// # Panics
 /// Where `index` is not below [`TRAIN_DOCUMENTS`].
 pub fn train_document(index: usize) -> String {
-    assert!(
-        index < TRAIN_DOCUMENTS,
-        "training story {index} of {TRAIN_DOCUMENTS}"
-    );
+    assert!(index < TRAIN_DOCUMENTS, "training story {index} of {TRAIN_DOCUMENTS}");
     generate(index as u64).text
 }
 
@@ -65,10 +62,7 @@ pub fn validation_document(index: usize) -> String {
 }
 
 fn validation_story(index: usize) -> Story {
-    assert!(
-        index < VALIDATION_DOCUMENTS,
-        "validation story {index} of {VALIDATION_DOCUMENTS}"
-    );
+    assert!(index < VALIDATION_DOCUMENTS, "validation story {index} of {VALIDATION_DOCUMENTS}");
     generate(VALIDATION_SEED + index as u64)
 }
 
@@ -99,10 +93,7 @@ fn finite(nats: f64) -> Option<f64> {
 
 /// What the whole validation text holds.
 pub fn validation_information() -> Information {
-    let mut total = Information {
-        nats: 0.0,
-        bytes: 0,
-    };
+    let mut total = Information { nats: 0.0, bytes: 0 };
     for index in 0..VALIDATION_DOCUMENTS {
         let story = validation_story(index);
         total.nats += story.nats;
@@ -185,11 +176,7 @@ mod tests {
     fn no_beginning_of_a_story_is_a_story() {
         for index in 0..VALIDATION_DOCUMENTS {
             let text = validation_document(index);
-            assert_eq!(
-                text.find(CLOSING),
-                Some(text.len() - CLOSING.len()),
-                "story {index}\n{text}"
-            );
+            assert_eq!(text.find(CLOSING), Some(text.len() - CLOSING.len()), "story {index}\n{text}");
         }
         for seed in 0..20 {
             let text = generate(seed).text;
@@ -219,10 +206,7 @@ mod tests {
             let text = validation_document(index);
             assert!((400..=1500).contains(&text.len()), "story {index}\n{text}");
             let odd = [" .", " ,", "  ", "{", "[", "(", "|", "*"];
-            assert!(
-                text.is_ascii() && !odd.iter().any(|odd| text.contains(odd)),
-                "story {index}\n{text}"
-            );
+            assert!(text.is_ascii() && !odd.iter().any(|odd| text.contains(odd)), "story {index}\n{text}");
         }
     }
 
@@ -244,10 +228,7 @@ mod tests {
         let information = validation_information();
         assert_eq!(
             (hex.as_str(), information.bytes),
-            (
-                "a689d59d4185ca6a46db792b26c08bf460e441d5247fa0432178fd4db901793b",
-                2_052_179
-            ),
+            ("a689d59d4185ca6a46db792b26c08bf460e441d5247fa0432178fd4db901793b", 2_052_179),
             "a changed corpus makes earlier results incomparable"
         );
         assert!((information.bits_per_byte() - 0.319_613_794_676).abs() < 1e-9);

@@ -62,27 +62,13 @@ impl State<'_> {
 
 /// Parses `text` from left to right, following every derivation that agrees with it.
 pub fn derivations(grammar: &Grammar, text: &str, goal: Goal) -> Derivations {
-    let mut parser = Parser {
-        grammar,
-        text,
-        goal,
-        agenda: Vec::new(),
-        found: Vec::new(),
-    };
-    let start = State {
-        at: 0,
-        nats: 0.0,
-        pending: None,
-        held: None,
-    };
+    let mut parser = Parser { grammar, text, goal, agenda: Vec::new(), found: Vec::new() };
+    let start = State { at: 0, nats: 0.0, pending: None, held: None };
     parser.choose(&start, &grammar.rules[grammar.root]);
     while let Some(state) = parser.agenda.pop() {
         parser.step(state);
     }
-    Derivations {
-        count: parser.found.len(),
-        nats: nats_of_sum(&parser.found),
-    }
+    Derivations { count: parser.found.len(), nats: nats_of_sum(&parser.found) }
 }
 
 struct Parser<'g, 't> {
@@ -112,25 +98,14 @@ impl<'g> Parser<'g, '_> {
                 let spoken = grammar.row(state.held(*variable)).say(*form);
                 self.read(state, spoken);
             }
-            Node::Dispatch {
-                variable,
-                attribute,
-                rules,
-            } => {
+            Node::Dispatch { variable, attribute, rules } => {
                 let value = grammar.row(state.held(*variable)).value(*attribute);
                 self.choose(&state, &grammar.rules[rules[value]]);
             }
-            Node::Draw {
-                table,
-                variable,
-                except,
-                form,
-            } => {
+            Node::Draw { table, variable, except, form } => {
                 let weights = &grammar.tables[*table].weights;
-                let left_out = except
-                    .map(|other| state.held(other))
-                    .filter(|(other, _)| other == table)
-                    .map(|(_, row)| row);
+                let left_out =
+                    except.map(|other| state.held(other)).filter(|(other, _)| other == table).map(|(_, row)| row);
                 let saved = left_out.map_or(0.0, |row| weights.nats_without(row));
                 for (row, content) in grammar.tables[*table].rows.iter().enumerate() {
                     if left_out == Some(row) {
@@ -187,11 +162,7 @@ mod tests {
     }
 
     fn close(found: f64, probability: f64) {
-        assert!(
-            (found.exp() * probability - 1.0).abs() < 1e-12,
-            "{} instead of {probability}",
-            (-found).exp()
-        );
+        assert!((found.exp() * probability - 1.0).abs() < 1e-12, "{} instead of {probability}", (-found).exp());
     }
 
     #[test]

@@ -1,0 +1,322 @@
+//! Commands and flags: each command is a few calls into the library.
+
+use crate::config::Config;
+use crate::data::manifest::Manifest;
+use crate::data::prepare::{DEFAULT_DATASET, DEFAULT_VOCAB_SIZE, PrepareOptions, prepare};
+use crate::device::{ComputeDevice, DEVICE_NAMES};
+use crate::run::{self, Conditions};
+use crate::sample::Sampling;
+use crate::verify::{self, Goldens};
+use anyhow::{Result, bail, ensure};
+use clap::{Args, Parser, Subcommand};
+use std::path::{Path, PathBuf};
+
+const CPU_CONFIG: &str = include_str!("../configs/cpu.toml");
+const HALO_CONFIG: &str = include_str!("../configs/halo.toml");
+
+/// Language-model pretraining research on one machine: train for a fixed time, read one number.
+#[derive(Debug, Parser)]
+#[command(name = "autoresearch", version)]
+pub struct Cli {
+    /// Also print what is usually of no interest, such as how long each step waited for data.
+    #[arg(short, long, global = true)]
+    pub verbose: bool,
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Do everything once on the built-in stories: prepare, train for a minute, evaluate, write a sample.
+    Quickstart(CacheArgs),
+    /// Get a data set and train its tokenizer.
+    Prepare(PrepareArgs),
+    /// Train for the budget, evaluate, write the run's folder.
+    Train(TrainArgs),
+    /// Evaluate a run's checkpoint.
+    Eval(EvalArgs),
+    /// Let a run's checkpoint continue a text.
+    Sample(SampleArgs),
+    /// Check this build, on a device, against golden values.
+    Verify(VerifyArgs),
+}
+
+#[derive(Debug, Args)]
+struct CacheArgs {
+    /// Folder for data sets and tokenizers [default: $AUTORESEARCH_CACHE_DIR, or ~/.cache/autoresearch].
+    #[arg(long, value_name = "DIR")]
+    cache_dir: Option<PathBuf>,
+}
+
+#[derive(Debug, Args)]
+struct PrepareArgs {
+    /// Training shards to fetch; -1 for all. The validation shard is always fetched.
+    #[arg(long, value_name = "N", default_value_t = 10, allow_negative_numbers = true)]
+    num_shards: i64,
+    /// Files to fetch at a time.
+    #[arg(long, value_name = "N", default_value_t = 8)]
+    download_workers: usize,
+    /// A data set's name (climbmix, tinystories, tales) or a folder of .parquet, .txt, .md or .jsonl files.
+    #[arg(long, value_name = "NAME|DIR")]
+    dataset: Option<String>,
+    /// Token ids, special tokens included [default: the data set's usual].
+    #[arg(long, value_name = "N")]
+    vocab_size: Option<usize>,
+    /// Take the data set and the vocabulary from this configuration.
+    #[arg(long, value_name = "FILE")]
+    config: Option<PathBuf>,
+    /// Train the tokenizer anew, even if there is one.
+    #[arg(long)]
+    retrain_tokenizer: bool,
+    #[command(flatten)]
+    cache: CacheArgs,
+}
+
+#[derive(Debug, Args)]
+struct TrainArgs {
+    /// Configuration [default: configs/cpu.toml on a CPU, configs/halo.toml on a GPU, as built in].
+    #[arg(long, value_name = "FILE")]
+    config: Option<PathBuf>,
+    /// Train for this many steps instead of a time.
+    #[arg(long, value_name = "N")]
+    steps: Option<usize>,
+    /// Folder in which the run gets its own.
+    #[arg(long, value_name = "DIR", default_value = "runs")]
+    runs_dir: PathBuf,
+    #[command(flatten)]
+    conditions: ConditionArgs,
+    #[command(flatten)]
+    cache: CacheArgs,
+}
+
+/// Conditions that replace those of the configuration.
+#[derive(Debug, Args)]
+struct ConditionArgs {
+    #[doc = "Where to compute."]
+    #[arg(long, value_name = "NAME", help = format!("Where to compute: {DEVICE_NAMES} [default: the configuration's]"))]
+    device: Option<String>,
+    /// Data set's name or folder [default: the configuration's].
+    #[arg(long, value_name = "NAME|DIR")]
+    dataset: Option<String>,
+    /// Token ids [default: the configuration's].
+    #[arg(long, value_name = "N")]
+    vocab_size: Option<usize>,
+    /// Training time in seconds [default: the configuration's].
+    #[arg(long, value_name = "SECONDS")]
+    time_budget: Option<f64>,
+    /// Validation tokens to evaluate [default: the configuration's].
+    #[arg(long, value_name = "N")]
+    eval_tokens: Option<usize>,
+    /// Seed of the initial weights [default: the configuration's].
+    #[arg(long, value_name = "N")]
+    seed: Option<u64>,
+}
+
+impl ConditionArgs {
+    fn apply(&self, config: &mut Config) {
+        fn replace<T: Clone>(value: &mut T, flag: &Option<T>) {
+            if let Some(flag) = flag {
+                *value = flag.clone();
+            }
+        }
+        replace(&mut config.device, &self.device);
+        replace(&mut config.dataset, &self.dataset);
+        replace(&mut config.vocab_size, &self.vocab_size);
+        replace(&mut config.time_budget_seconds, &self.time_budget);
+        replace(&mut config.eval_tokens, &self.eval_tokens);
+        replace(&mut config.seed, &self.seed);
+    }
+}
+
+#[derive(Debug, Args)]
+struct EvalArgs {
+    /// A run's folder.
+    #[arg(long, value_name = "DIR")]
+    checkpoint: PathBuf,
+    /// Validation tokens to evaluate [default: as in the run].
+    #[arg(long, value_name = "N")]
+    eval_tokens: Option<usize>,
+    /// Rows in a forward pass; the number does not depend on it.
+    #[arg(long, value_name = "N")]
+    batch_size: Option<usize>,
+    #[arg(long, value_name = "NAME", help = format!("Where to compute: {DEVICE_NAMES} [default: as in the run]"))]
+    device: Option<String>,
+    #[command(flatten)]
+    cache: CacheArgs,
+}
+
+#[derive(Debug, Args)]
+struct SampleArgs {
+    /// A run's folder.
+    #[arg(long, value_name = "DIR")]
+    checkpoint: PathBuf,
+    /// Text to continue.
+    #[arg(long, default_value = "")]
+    prompt: String,
+    /// Tokens to write at most.
+    #[arg(long, value_name = "N", default_value_t = Sampling::default().tokens)]
+    tokens: usize,
+    /// Below 1 likely tokens become likelier; 0 always takes the likeliest.
+    #[arg(long, value_name = "X", default_value_t = Sampling::default().temperature)]
+    temperature: f64,
+    /// Draw only from this many of the likeliest tokens.
+    #[arg(long, value_name = "N", default_value_t = Sampling::default().top_k)]
+    top_k: usize,
+    /// Seed of the draws.
+    #[arg(long, value_name = "N", default_value_t = Sampling::default().seed)]
+    seed: u64,
+    #[arg(long, value_name = "NAME", help = format!("Where to compute: {DEVICE_NAMES} [default: as in the run]"))]
+    device: Option<String>,
+    #[command(flatten)]
+    cache: CacheArgs,
+}
+
+#[derive(Debug, Args)]
+struct VerifyArgs {
+    /// Folder of golden values [default: the small set that is built in].
+    #[arg(long, value_name = "DIR")]
+    golden: Option<PathBuf>,
+    /// Folder of the text that the goldens were made from; without it those that need it are left out.
+    #[arg(long, value_name = "DIR")]
+    corpus: Option<PathBuf>,
+    #[arg(long, value_name = "NAME", default_value = "auto", help = format!("Where to compute: {DEVICE_NAMES}"))]
+    device: String,
+}
+
+impl Cli {
+    /// Does what was asked.
+    ///
+    /// # Errors
+    /// If it cannot be done; the message is one line and ends with a hint.
+    pub fn run(self) -> Result<()> {
+        match self.command {
+            Command::Quickstart(args) => quickstart(args.cache_dir.as_deref()),
+            Command::Prepare(args) => prepare_dataset(args),
+            Command::Train(args) => train(args),
+            Command::Eval(args) => evaluate(&args),
+            Command::Sample(args) => sample(&args),
+            Command::Verify(args) => verify_goldens(&args),
+        }
+    }
+}
+
+fn quickstart(cache_dir: Option<&Path>) -> Result<()> {
+    let mut config = Config::parse(CPU_CONFIG, "configs/cpu.toml")?;
+    config.device = "auto".to_owned();
+    let options = PrepareOptions {
+        dataset: config.dataset.clone(),
+        cache_dir: cache_dir.map(Path::to_path_buf),
+        vocab_size: config.vocab_size,
+        ..PrepareOptions::default()
+    };
+    prepare(&options, |line| println!("{line}"))?;
+    let run = run::train(&Conditions {
+        config,
+        config_name: "configs/cpu.toml".to_owned(),
+        steps: None,
+        runs_dir: PathBuf::from("runs"),
+        cache_dir: options.cache_dir,
+    })?;
+    let prompt = "Once upon a time";
+    println!("---\nA sample after \"{prompt}\":");
+    let text = run::sample(&run, None, cache_dir, prompt, &Sampling::default())?;
+    println!("{prompt}{text}");
+    let run = run.display();
+    println!(
+        "---\nNext: edit src/model.rs and compare val_bpb:  cargo run --release -- train --config configs/cpu.toml\n      \
+         more samples:  cargo run --release -- sample --checkpoint {run} --prompt \"...\"\n      \
+         your own text: cargo run --release -- prepare --dataset FOLDER, then train --dataset FOLDER --vocab-size 8192"
+    );
+    Ok(())
+}
+
+fn prepare_dataset(args: PrepareArgs) -> Result<()> {
+    let config = args.config.as_deref().map(Config::read).transpose()?;
+    let from_config = config.as_ref().map(|config| config.dataset.clone());
+    let dataset = args.dataset.or(from_config).unwrap_or_else(|| DEFAULT_DATASET.to_owned());
+    let usual = Manifest::named(&dataset).map_or(DEFAULT_VOCAB_SIZE, |manifest| manifest.vocab_size);
+    let options = PrepareOptions {
+        vocab_size: args.vocab_size.or(config.map(|config| config.vocab_size)).unwrap_or(usual),
+        dataset,
+        cache_dir: args.cache.cache_dir,
+        num_shards: args.num_shards,
+        download_workers: args.download_workers,
+        retrain_tokenizer: args.retrain_tokenizer,
+    };
+    prepare(&options, |line| println!("{line}"))?;
+    let (dataset, vocab_size) = (options.dataset, options.vocab_size);
+    println!("ready; next: autoresearch train --dataset {dataset} --vocab-size {vocab_size}");
+    Ok(())
+}
+
+fn train(args: TrainArgs) -> Result<()> {
+    let (mut config, config_name) = match &args.config {
+        Some(path) => (Config::read(path)?, path.display().to_string()),
+        None => {
+            let device = ComputeDevice::select(args.conditions.device.as_deref().unwrap_or("auto"))?;
+            let (text, name) =
+                if device.is_cpu { (CPU_CONFIG, "configs/cpu.toml") } else { (HALO_CONFIG, "configs/halo.toml") };
+            (Config::parse(text, name)?, name.to_owned())
+        }
+    };
+    args.conditions.apply(&mut config);
+    config.validate(&format!("{config_name} with the flags given"))?;
+    if args.steps == Some(0) {
+        bail!("--steps: expected at least 1, found 0; hint: leave it out to train for the time budget");
+    }
+    run::train(&Conditions {
+        config,
+        config_name,
+        steps: args.steps,
+        runs_dir: args.runs_dir,
+        cache_dir: args.cache.cache_dir,
+    })?;
+    Ok(())
+}
+
+fn evaluate(args: &EvalArgs) -> Result<()> {
+    if args.batch_size == Some(0) {
+        bail!("--batch-size: expected at least 1, found 0; hint: leave it out to use the run's");
+    }
+    let cache_dir = args.cache.cache_dir.as_deref();
+    let device = args.device.as_deref();
+    run::evaluate(&args.checkpoint, device, cache_dir, args.eval_tokens, args.batch_size)
+}
+
+fn sample(args: &SampleArgs) -> Result<()> {
+    let SampleArgs { tokens, temperature, top_k, seed, .. } = *args;
+    ensure!(
+        temperature.is_finite() && temperature >= 0.0,
+        "--temperature: expected a number of at least 0, found {temperature}; hint: 0.8 is the default"
+    );
+    let sampling = Sampling { tokens, temperature, top_k, seed };
+    let cache_dir = args.cache.cache_dir.as_deref();
+    let text = run::sample(&args.checkpoint, args.device.as_deref(), cache_dir, &args.prompt, &sampling)?;
+    println!("{}{text}", args.prompt);
+    Ok(())
+}
+
+fn verify_goldens(args: &VerifyArgs) -> Result<()> {
+    let device = ComputeDevice::select(&args.device)?;
+    println!("device: {}", device.name);
+    let built_in;
+    let folder = match &args.golden {
+        Some(folder) => folder.clone(),
+        None => {
+            built_in = verify::write_built_in_goldens()?;
+            built_in.path().to_path_buf()
+        }
+    };
+    let goldens = Goldens { folder, corpus: args.corpus.clone(), device: device.device };
+    let (mut passed, mut failed) = (0, 0);
+    goldens.verify(
+        |check| {
+            println!("{check}");
+            *(if check.passed() { &mut passed } else { &mut failed }) += 1;
+        },
+        |case| println!("{case}: left out, it needs the corpus; hint: --corpus names its folder"),
+    )?;
+    println!("{passed} passed, {failed} failed");
+    ensure!(failed == 0, "{failed} golden values differ; hint: this device or its driver may compute wrong numbers");
+    Ok(())
+}

@@ -1,0 +1,129 @@
+//! `runs/<id>/`: everything that one run leaves, written as it goes.
+
+use crate::atomic_file::write_atomically;
+use anyhow::{Context, Result, bail};
+use serde::Serialize;
+use std::fs::{self, File, OpenOptions};
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+/// The model file as this program was built from it.
+const MODEL_SOURCE: &str = include_str!("../model.rs");
+/// The optimizer file as this program was built from it.
+const OPTIM_SOURCE: &str = include_str!("../optim.rs");
+
+/// A run's own folder.
+#[derive(Debug)]
+pub struct RunFolder {
+    path: PathBuf,
+    metrics: File,
+}
+
+impl RunFolder {
+    /// Makes a new folder in `root`, named after the time, and writes what the run starts from: `config.json` (`config`),
+    /// `model.rs`, `optim.rs` and `commit.txt`.
+    ///
+    /// # Errors
+    /// If the folder or a file in it cannot be written.
+    pub fn create(root: &Path, config: &impl Serialize) -> Result<Self> {
+        let path = new_folder(root)?;
+        let metrics = path.join("metrics.jsonl");
+        let opened = OpenOptions::new().create(true).append(true).open(&metrics);
+        let metrics = opened.with_context(|| format!("cannot write {}", metrics.display()))?;
+        let folder = Self { path, metrics };
+        folder.write_json("config.json", config)?;
+        folder.write("model.rs", MODEL_SOURCE.as_bytes())?;
+        folder.write("optim.rs", OPTIM_SOURCE.as_bytes())?;
+        folder.write("commit.txt", format!("{}\n", commit()).as_bytes())?;
+        Ok(folder)
+    }
+
+    /// Where it is.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Appends one line to `metrics.jsonl`.
+    ///
+    /// # Errors
+    /// If it cannot be written.
+    pub fn append_metrics(&mut self, metrics: &impl Serialize) -> Result<()> {
+        let line = serde_json::to_string(metrics)?;
+        writeln!(self.metrics, "{line}").with_context(|| format!("cannot write metrics in {}", self.path.display()))
+    }
+
+    /// Writes `value` to the file `name`, whole or not at all.
+    ///
+    /// # Errors
+    /// If it cannot be written.
+    pub fn write_json(&self, name: &str, value: &impl Serialize) -> Result<()> {
+        self.write(name, format!("{}\n", serde_json::to_string_pretty(value)?).as_bytes())
+    }
+
+    fn write(&self, name: &str, bytes: &[u8]) -> Result<()> {
+        write_atomically(&self.path.join(name), bytes)
+    }
+}
+
+fn new_folder(root: &Path) -> Result<PathBuf> {
+    let hint = "hint: run in a folder that you may write to, or name one with --runs-dir";
+    fs::create_dir_all(root).with_context(|| format!("cannot make the folder {} for runs; {hint}", root.display()))?;
+    let time = chrono::Local::now().format("%Y%m%d-%H%M%S");
+    for attempt in 1..1000 {
+        let id = if attempt == 1 { time.to_string() } else { format!("{time}-{attempt}") };
+        let path = root.join(id);
+        match fs::create_dir(&path) {
+            Ok(()) => return Ok(path),
+            Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => {}
+            Err(error) => bail!("cannot make the run's folder {} ({error}); {hint}", path.display()),
+        }
+    }
+    bail!("{} holds 999 runs of this second, expected fewer; {hint}", root.display())
+}
+
+/// The checked-out commit, with `-dirty` where tracked files differ from it; `unknown` outside a git repository.
+fn commit() -> String {
+    let git = |arguments: &[&str]| {
+        let output = Command::new("git").args(arguments).output().ok().filter(|output| output.status.success())?;
+        Some(String::from_utf8_lossy(&output.stdout).trim().to_owned())
+    };
+    let Some(commit) = git(&["rev-parse", "HEAD"]) else { return "unknown".to_owned() };
+    let dirty = git(&["status", "--porcelain", "--untracked-files=no"]).is_none_or(|changes| !changes.is_empty());
+    if dirty { format!("{commit}-dirty") } else { commit }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn runs_of_the_same_second_get_folders_of_their_own() {
+        let root = tempfile::tempdir().unwrap();
+        let folders: Vec<PathBuf> = (0..3).map(|_| new_folder(root.path()).unwrap()).collect();
+        assert!(folders.iter().all(|folder| folder.is_dir()));
+        assert_ne!(folders[0], folders[1]);
+        assert_ne!(folders[1], folders[2]);
+    }
+
+    #[test]
+    fn a_run_starts_with_its_sources_and_configuration() {
+        let root = tempfile::tempdir().unwrap();
+        let mut folder = RunFolder::create(root.path(), &serde_json::json!({"seed": 1})).unwrap();
+        folder.append_metrics(&serde_json::json!({"step": 0})).unwrap();
+        let read = |name: &str| fs::read_to_string(folder.path().join(name)).unwrap();
+        assert_eq!(read("model.rs"), MODEL_SOURCE);
+        assert!(read("config.json").contains("\"seed\": 1"));
+        assert_eq!(read("metrics.jsonl"), "{\"step\":0}\n");
+        assert!(!read("commit.txt").trim().is_empty());
+    }
+
+    #[test]
+    fn an_unwritable_root_is_named() {
+        let root = tempfile::tempdir().unwrap();
+        let file = root.path().join("file");
+        fs::write(&file, "").unwrap();
+        let error = RunFolder::create(&file.join("runs"), &()).unwrap_err();
+        assert!(format!("{error:#}").contains("--runs-dir"), "{error:#}");
+    }
+}

@@ -1,0 +1,45 @@
+//! `packing-*`: rows of packed documents.
+
+use super::tokenizer::{golden_tokenizer, split};
+use super::{Check, Goldens};
+use crate::data::loader::Loader;
+use crate::data::packing::{Epochs, Packing};
+use anyhow::{Context, Result};
+use serde::Deserialize;
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+#[derive(Deserialize)]
+struct Case {
+    tokenizer: String,
+    split: String,
+    batch: usize,
+    seq_len: usize,
+    batches: usize,
+    buffer_size: usize,
+    tokenizer_batch: usize,
+}
+
+pub(super) fn checks(goldens: &Goldens, name: &str) -> Result<Vec<Check>> {
+    let cases: BTreeMap<String, Case> = goldens.json(name)?;
+    let file = goldens.tensors(name)?;
+    let mut checks = Vec::new();
+    for (case, settings) in cases {
+        let tokenizer = Arc::new(golden_tokenizer(goldens, &settings.tokenizer)?);
+        let documents = Arc::new(goldens.documents(split(&settings.split)?)?);
+        let packing = Packing {
+            buffer_documents: settings.buffer_size,
+            refill_documents: settings.tokenizer_batch,
+            ..Packing::new(settings.seq_len)
+        };
+        let mut loader = Loader::new(documents, tokenizer, settings.batch, packing, Epochs::Repeat, None)?;
+        let golden: Vec<u32> = file.get(&case)?.iter::<i64>().map(|id| id as u32).collect();
+        let mut differing = golden.len().abs_diff(settings.batches * settings.batch * packing.row_length);
+        for golden in golden.chunks(settings.batch * packing.row_length) {
+            let batch = loader.next_batch()?.context("the rows ended")?;
+            differing += batch.rows.iter().zip(golden).filter(|(a, b)| a != b).count();
+        }
+        checks.push(goldens.check(name, format!("{case} differing tokens"), differing as f64, 0.0));
+    }
+    Ok(checks)
+}

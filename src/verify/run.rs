@@ -1,0 +1,149 @@
+//! `run-*`: a short training run on the corpus, from given weights.
+
+use super::model::golden_model;
+use super::tokenizer::golden_tokenizer;
+use super::{Check, Goldens};
+use crate::config::Profile;
+use crate::data::documents::Split;
+use crate::data::loader::Loader;
+use crate::data::packing::{Epochs, Packing};
+use crate::eval::{ByteLengths, Evaluation, evaluate_bpb};
+use crate::model::{Gpt, GptConfig, Hyperparameters};
+use crate::optim::MuonAdamW;
+use crate::tokenizer::Tokenizer;
+use crate::train::{BatchPlan, Limit, MonotonicClock, Training};
+use anyhow::Result;
+use burn::module::Module;
+use burn::tensor::FloatDType;
+use serde::Deserialize;
+use std::sync::Arc;
+
+#[derive(Deserialize)]
+struct Description {
+    tokenizer: String,
+    config: GptConfig,
+    batch: usize,
+    steps: usize,
+    grad_accum: usize,
+    loss: Vec<f64>,
+    bpb_at_init: Golden,
+    bpb_final: Golden,
+    bpb_final_other_batch: Golden,
+    learning_rates: LearningRates,
+}
+
+#[derive(Deserialize)]
+struct Golden {
+    batch: usize,
+    eval_tokens: usize,
+    bytes_true: f64,
+    bytes_upstream: f64,
+    bpb_true: f64,
+    bpb_upstream: f64,
+}
+
+#[derive(Deserialize)]
+struct LearningRates {
+    embedding: f64,
+    unembedding: f64,
+    matrix: f64,
+    scalar: f64,
+    weight_decay: f64,
+    adam_betas: (f64, f64),
+}
+
+pub(super) fn checks(goldens: &Goldens, name: &str) -> Result<Vec<Check>> {
+    let description: Description = goldens.json(name)?;
+    let model = golden_model(goldens, &description.config, &goldens.tensors(&format!("{name}-init"))?)?;
+    let run = Run {
+        goldens,
+        name,
+        tokenizer: Arc::new(golden_tokenizer(goldens, &description.tokenizer)?),
+        description: &description,
+    };
+    let mut checks = Vec::new();
+    let at_init = run.evaluate(&model, &description.bpb_at_init)?;
+    run.compare("bpb_at_init", &at_init, &description.bpb_at_init, 1e-4, &mut checks);
+
+    let (model, losses) = run.train(model)?;
+    let differences: Vec<f64> = losses.iter().zip(&description.loss).map(|(a, b)| (a - b).abs()).collect();
+    let largest = differences.iter().copied().fold(0.0, |a, b| if b > a || b.is_nan() { b } else { a });
+    let mean = differences.iter().sum::<f64>() / differences.len() as f64;
+    checks.push(goldens.check(name, "number of losses", losses.len().abs_diff(description.loss.len()) as f64, 0.0));
+    checks.push(goldens.check(name, "first loss", differences[0], 1e-5));
+    checks.push(goldens.check(name, "largest loss difference", largest, 3e-2));
+    checks.push(goldens.check(name, "mean loss difference", mean, 1e-2));
+
+    let last = run.evaluate(&model, &description.bpb_final)?;
+    run.compare("bpb_final", &last, &description.bpb_final, 0.01, &mut checks);
+    let other = run.evaluate(&model, &description.bpb_final_other_batch)?;
+    run.compare("bpb_final_other_batch", &other, &description.bpb_final_other_batch, 0.01, &mut checks);
+    let between = (last.bpb() - other.bpb()).abs();
+    checks.push(goldens.check(name, "bpb between batch sizes", between, 1e-6));
+    Ok(checks)
+}
+
+struct Run<'a> {
+    goldens: &'a Goldens,
+    name: &'a str,
+    tokenizer: Arc<Tokenizer>,
+    description: &'a Description,
+}
+
+impl Run<'_> {
+    fn loader(&self, split: Split, batch: usize, epochs: Epochs) -> Result<Loader> {
+        let packing = Packing::new(self.description.config.sequence_len);
+        let documents = Arc::new(self.goldens.documents(split)?);
+        Loader::new(documents, self.tokenizer.clone(), batch, packing, epochs, None)
+    }
+
+    fn train(&self, model: Gpt) -> Result<(Gpt, Vec<f64>)> {
+        let Description { config, batch, steps, grad_accum, learning_rates: rates, .. } = self.description;
+        let hyperparameters = Hyperparameters {
+            embedding_lr: rates.embedding,
+            unembedding_lr: rates.unembedding,
+            matrix_lr: rates.matrix,
+            scalar_lr: rates.scalar,
+            weight_decay: rates.weight_decay,
+            adam_betas: rates.adam_betas,
+            device_batch_size: *batch,
+            total_batch_size: batch * grad_accum * config.sequence_len,
+            ..Hyperparameters::for_profile(Profile::H100)
+        };
+        let groups = hyperparameters.parameter_groups(&model);
+        let mut losses = Vec::new();
+        let outcome = Training {
+            optimizer: &mut MuonAdamW::new(&model, &groups, FloatDType::F32)?,
+            model,
+            rows: &mut self.loader(Split::Train, *batch, Epochs::Repeat)?,
+            plan: BatchPlan::new(&hyperparameters, config.sequence_len)?,
+            hyperparameters: &hyperparameters,
+            limit: Limit::Steps(*steps),
+            device: &self.goldens.device,
+            clock: &MonotonicClock::start(),
+        }
+        .run(|step| {
+            losses.push(step.loss);
+            Ok(())
+        })?;
+        Ok((outcome.model, losses))
+    }
+
+    fn evaluate(&self, model: &Gpt, golden: &Golden) -> Result<Evaluation> {
+        let rows = golden.eval_tokens / self.description.config.sequence_len;
+        let mut loader = self.loader(Split::Validation, golden.batch, Epochs::AtMost(rows))?;
+        let lengths = ByteLengths::of(&self.tokenizer);
+        evaluate_bpb(&model.valid(), &mut loader, &lengths, &self.goldens.device)
+    }
+
+    fn compare(&self, what: &str, found: &Evaluation, golden: &Golden, tolerance: f64, checks: &mut Vec<Check>) {
+        let mut check = |quantity: &str, error: f64, tolerance| {
+            checks.push(self.goldens.check(self.name, format!("{what} {quantity}"), error.abs(), tolerance));
+        };
+        check("eval_tokens", found.tokens as f64 - golden.eval_tokens as f64, 0.0);
+        check("bytes", found.bytes as f64 - golden.bytes_true, 0.0);
+        check("upstream bytes", found.upstream_bytes as f64 - golden.bytes_upstream, 0.0);
+        check("bpb", found.bpb() - golden.bpb_true, tolerance);
+        check("upstream bpb", found.bpb_upstream() - golden.bpb_upstream, tolerance);
+    }
+}
