@@ -229,7 +229,7 @@ impl Linear {
         let mut shape = x.dims();
         let rows = shape.iter().product::<usize>() / inputs;
         shape[D - 1] = out;
-        x.reshape([rows, inputs]).matmul(weight.transpose()).reshape(shape)
+        ops::project(x.reshape([rows, inputs]), weight).reshape(shape)
     }
 }
 
@@ -357,11 +357,8 @@ impl Gpt {
         let x0 = ops::rms_norm(self.transformer.wte.forward(tokens.clone())); // [b, t, c]
         let mut x = x0.clone();
         for (layer, block) in self.transformer.h.iter().enumerate() {
-            let scalar = |lambdas: &Param<Tensor<1>>| {
-                let scalar = lambdas.val().slice([layer..layer + 1]).reshape([1, 1, 1]);
-                cast_to(scalar, x0.dtype())
-            };
-            x = x * scalar(&self.resid_lambdas) + x0.clone() * scalar(&self.x0_lambdas);
+            let scalar = |lambdas: &Param<Tensor<1>>| lambdas.val().slice([layer..layer + 1]);
+            x = ops::mix(x, scalar(&self.resid_lambdas), x0.clone(), scalar(&self.x0_lambdas));
             let value_embedding = self.value_embeds[layer].as_ref().map(|table| table.forward(tokens.clone()));
             x = block.forward(x, value_embedding, &context, windows[layer]);
         }

@@ -4,6 +4,7 @@
 //! In low precision every interpolation weight is rounded to the type of the tensor it multiplies: mixed-type steps have
 //! broken compilers, and a rounding that depends on the backend would make runs incomparable.
 
+use crate::ops;
 use crate::parameters::{Parameter, parameters, with_values};
 use anyhow::{Result, bail};
 use burn::module::Module;
@@ -326,22 +327,10 @@ const POLAR_EXPRESS: [(f64, f64, f64); 5] = [
     (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
 ];
 
-/// The nearest matrices with orthonormal rows or columns, approximately, by Newton-Schulz iterations in the type of `x`.
+/// The nearest matrices with orthonormal rows or columns, approximately, in the type of `x`.
 ///
 /// # Shapes
 /// `x` `[n, rows, columns]`, to the same.
 pub fn orthogonalize(x: Tensor<3>) -> Tensor<3> {
-    let [_, rows, columns] = x.dims();
-    let norm = x.clone().square().sum_dims(&[1, 2]).sqrt(); // [n, 1, 1]
-    let mut x = x / (norm * 1.02 + 1e-6);
-    // The Gram matrix of the shorter side: fewer operations.
-    let tall = rows > columns;
-    for (a, b, c) in POLAR_EXPRESS {
-        let transposed = x.clone().swap_dims(1, 2);
-        let gram = if tall { transposed.matmul(x.clone()) } else { x.clone().matmul(transposed) };
-        let polynomial = gram.clone() * b + gram.clone().matmul(gram) * c;
-        let correction = if tall { x.clone().matmul(polynomial) } else { polynomial.matmul(x.clone()) };
-        x = x * a + correction;
-    }
-    x
+    ops::newton_schulz(x, &POLAR_EXPRESS)
 }

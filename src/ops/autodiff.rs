@@ -1,6 +1,6 @@
 //! The operations under autodiff: each is one node of the graph with a hand-written backward.
 
-use super::{AttentionState, FusedOps, Kernels, portable};
+use super::{AttentionState, FusedOps, Kernels, MixState, portable};
 use burn::backend::Autodiff;
 use burn::backend::autodiff::checkpoint::{base::Checkpointer, strategy::CheckpointStrategy};
 use burn::backend::autodiff::grads::Gradients;
@@ -41,6 +41,61 @@ impl<B: Kernels, C: CheckpointStrategy> FusedOps for Autodiff<B, C> {
         match Rotary.prepare::<C>([node]).compute_bound().stateful() {
             OpsKind::Tracked(prep) => prep.finish((cos.clone(), sin.clone()), B::rotary(x, cos, sin)),
             OpsKind::UnTracked(prep) => prep.finish(B::rotary(x, cos, sin)),
+        }
+    }
+
+    fn project(x: FloatTensor<Self>, weight: FloatTensor<Self>) -> FloatTensor<Self> {
+        #[derive(Debug)]
+        struct Project;
+        impl<B: Kernels> Backward<B, 2> for Project {
+            type State = [FloatTensor<B>; 2];
+            fn backward(self, ops: Ops<Self::State, 2>, grads: &mut Gradients, _: &mut Checkpointer) {
+                let [x, weight] = ops.state;
+                // The weight's gradient comes out in the weight's own layout, ready to be accumulated and stacked.
+                binary::<B, _, _>(
+                    ops.parents,
+                    ops.node,
+                    grads,
+                    |grad| B::float_matmul(grad, weight),
+                    |grad| B::float_matmul(B::float_transpose(grad), x),
+                );
+            }
+        }
+        let ((x, nx), (weight, nw)) = (x.into_parts(), weight.into_parts());
+        match Project.prepare::<C>([nx, nw]).compute_bound().stateful() {
+            OpsKind::Tracked(prep) => prep.finish([x.clone(), weight.clone()], B::project(x, weight)),
+            OpsKind::UnTracked(prep) => prep.finish(B::project(x, weight)),
+        }
+    }
+
+    fn mix(
+        x: FloatTensor<Self>,
+        x_scale: FloatTensor<Self>,
+        y: FloatTensor<Self>,
+        y_scale: FloatTensor<Self>,
+    ) -> FloatTensor<Self> {
+        #[derive(Debug)]
+        struct Mix;
+        impl<B: Kernels> Backward<B, 4> for Mix {
+            type State = MixState<B>;
+            fn backward(self, ops: Ops<Self::State, 4>, grads: &mut Gradients, _: &mut Checkpointer) {
+                let grad = grads.consume::<B>(&ops.node);
+                let gradients = B::mix_backward(ops.state, grad);
+                for (parent, gradient) in ops.parents.into_iter().zip(gradients) {
+                    if let Some(node) = parent {
+                        grads.register::<B>(node.id, gradient);
+                    }
+                }
+            }
+        }
+        let ((x, nx), (x_scale, nxs)) = (x.into_parts(), x_scale.into_parts());
+        let ((y, ny), (y_scale, nys)) = (y.into_parts(), y_scale.into_parts());
+        match Mix.prepare::<C>([nx, nxs, ny, nys]).compute_bound().stateful() {
+            OpsKind::Tracked(prep) => {
+                let out = B::mix(x.clone(), x_scale.clone(), y.clone(), y_scale.clone());
+                prep.finish(MixState { x, x_scale, y, y_scale }, out)
+            }
+            OpsKind::UnTracked(prep) => prep.finish(B::mix(x, x_scale, y, y_scale)),
         }
     }
 

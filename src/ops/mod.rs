@@ -33,6 +33,21 @@ pub trait FusedOps: Backend {
         portable::rotary::<Self>(x, cos, sin)
     }
 
+    /// See [`project`].
+    fn project(x: FloatTensor<Self>, weight: FloatTensor<Self>) -> FloatTensor<Self> {
+        portable::project::<Self>(x, weight)
+    }
+
+    /// See [`mix`].
+    fn mix(
+        x: FloatTensor<Self>,
+        x_scale: FloatTensor<Self>,
+        y: FloatTensor<Self>,
+        y_scale: FloatTensor<Self>,
+    ) -> FloatTensor<Self> {
+        portable::mix::<Self>(x, x_scale, y, y_scale)
+    }
+
     /// See [`squared_relu`].
     fn squared_relu(x: FloatTensor<Self>) -> FloatTensor<Self> {
         portable::squared_relu::<Self>(x)
@@ -57,6 +72,11 @@ pub trait FusedOps: Backend {
     ) -> FloatTensor<Self> {
         portable::softcap_cross_entropy::<Self>(hidden, weight, targets, cap)
     }
+
+    /// See [`newton_schulz`].
+    fn newton_schulz(x: FloatTensor<Self>, coefficients: Vec<(f64, f64, f64)>) -> FloatTensor<Self> {
+        portable::newton_schulz::<Self>(x, coefficients)
+    }
 }
 
 /// What a backend supplies for training: the hand-written backward of each operation.
@@ -64,6 +84,11 @@ pub trait Kernels: FusedOps {
     /// Gradient of [`rms_norm`] with respect to `x`.
     fn rms_norm_backward(x: FloatTensor<Self>, grad: FloatTensor<Self>) -> FloatTensor<Self> {
         portable::rms_norm_backward::<Self>(x, grad)
+    }
+
+    /// Gradients of [`mix`] with respect to its four operands.
+    fn mix_backward(saved: MixState<Self>, grad: FloatTensor<Self>) -> [FloatTensor<Self>; 4] {
+        portable::mix_backward::<Self>(saved, grad)
     }
 
     /// Gradient of [`squared_relu`] with respect to `x`.
@@ -108,6 +133,15 @@ pub struct AttentionState<B: Backend> {
     window: usize,
 }
 
+/// The operands of [`mix`], which its backward pass needs again.
+#[derive(Clone, Debug)]
+pub struct MixState<B: Backend> {
+    x: FloatTensor<B>,
+    x_scale: FloatTensor<B>,
+    y: FloatTensor<B>,
+    y_scale: FloatTensor<B>,
+}
+
 #[cfg(feature = "tch")]
 impl FusedOps for LibTorch {}
 #[cfg(feature = "tch")]
@@ -148,6 +182,37 @@ pub fn rotary(x: Tensor<4>, cos: Tensor<2>, sin: Tensor<2>) -> Tensor<4> {
     assert_eq!(cos.dims(), [t, d / 2], "rotary: cos must be [t, d / 2]");
     assert_eq!(sin.dims(), [t, d / 2], "rotary: sin must be [t, d / 2]");
     Tensor::from_dispatch(Dispatch::rotary(x.into_dispatch(), cos.into_dispatch(), sin.into_dispatch()))
+}
+
+/// A matrix without bias applied to rows: x·weightᵀ.
+///
+/// # Shapes
+/// `x` `[n, in]`, `weight` `[out, in]`, to `[n, out]`.
+///
+/// # Panics
+/// If the shapes differ from these.
+pub fn project(x: Tensor<2>, weight: Tensor<2>) -> Tensor<2> {
+    let ([_, inputs], [_, weight_inputs]) = (x.dims(), weight.dims());
+    assert_eq!(inputs, weight_inputs, "project: x has {inputs} channels, weight takes {weight_inputs}");
+    Tensor::from_dispatch(Dispatch::project(x.into_dispatch(), weight.into_dispatch()))
+}
+
+/// x · x_scale + y · y_scale, each scale a single number that may be trained.
+///
+/// # Shapes
+/// `x` and `y` alike, the scales `[1]`.
+///
+/// # Panics
+/// If the shapes differ from these.
+pub fn mix<const D: usize>(x: Tensor<D>, x_scale: Tensor<1>, y: Tensor<D>, y_scale: Tensor<1>) -> Tensor<D> {
+    assert_eq!(x.dims(), y.dims(), "mix: x and y must have one shape");
+    assert_eq!((x_scale.dims(), y_scale.dims()), ([1], [1]), "mix: the scales must be single numbers");
+    Tensor::from_dispatch(Dispatch::mix(
+        x.into_dispatch(),
+        x_scale.into_dispatch(),
+        y.into_dispatch(),
+        y_scale.into_dispatch(),
+    ))
 }
 
 /// max(x, 0)², element by element. Source: So et al. 2021, "Primer".
@@ -192,4 +257,13 @@ pub fn softcap_cross_entropy(hidden: Tensor<2>, weight: Tensor<2>, targets: Tens
         targets.into_dispatch(),
         cap,
     ))
+}
+
+/// Newton-Schulz iterations x ← a·x + (b·G + c·G²)·x with G = x·xᵀ, or the like from the right where x is taller than
+/// wide, one for each (a, b, c), after division by 1.02·‖x‖ + 1e-6. Not for training: no gradient is defined.
+///
+/// # Shapes
+/// `x` `[n, rows, columns]`, to the same.
+pub fn newton_schulz(x: Tensor<3>, coefficients: &[(f64, f64, f64)]) -> Tensor<3> {
+    Tensor::from_dispatch(Dispatch::newton_schulz(x.into_dispatch(), coefficients.to_vec()))
 }

@@ -1,6 +1,6 @@
 //! The operations in burn primitives: right on every backend, and what the faster bodies are tested against.
 
-use super::AttentionState;
+use super::{AttentionState, MixState};
 use burn::backend::tensor::{BoolTensor, FloatTensor, IntTensor};
 use burn::backend::{Backend, TensorMetadata};
 use burn::tensor::{DType, FloatDType, IndexingUpdateOp, Shape, Slice, TensorData};
@@ -73,6 +73,29 @@ pub(super) fn rotary<B: Backend>(x: FloatTensor<B>, cos: FloatTensor<B>, sin: Fl
     let first = B::float_add(B::float_mul(a.clone(), cos.clone()), B::float_mul(b.clone(), sin.clone()));
     let second = B::float_sub(B::float_mul(b, cos), B::float_mul(a, sin));
     B::float_cat(vec![first, second], 3)
+}
+
+pub(super) fn project<B: Backend>(x: FloatTensor<B>, weight: FloatTensor<B>) -> FloatTensor<B> {
+    B::float_matmul(x, B::float_transpose(weight))
+}
+
+pub(super) fn mix<B: Backend>(
+    x: FloatTensor<B>,
+    x_scale: FloatTensor<B>,
+    y: FloatTensor<B>,
+    y_scale: FloatTensor<B>,
+) -> FloatTensor<B> {
+    B::float_add(scale_by::<B>(x, x_scale), scale_by::<B>(y, y_scale))
+}
+
+pub(super) fn mix_backward<B: Backend>(saved: MixState<B>, grad: FloatTensor<B>) -> [FloatTensor<B>; 4] {
+    let MixState { x, x_scale, y, y_scale } = saved;
+    let dot = |x: FloatTensor<B>, scale: &FloatTensor<B>| {
+        let product = B::float_mul(to_f32::<B>(grad.clone()), to_f32::<B>(x));
+        to_dtype::<B>(B::float_sum(product), scale.dtype())
+    };
+    let (dx_scale, dy_scale) = (dot(x, &x_scale), dot(y, &y_scale));
+    [scale_by::<B>(grad.clone(), x_scale), dx_scale, scale_by::<B>(grad.clone(), y_scale), dy_scale]
 }
 
 pub(super) fn squared_relu<B: Backend>(x: FloatTensor<B>) -> FloatTensor<B> {
@@ -336,4 +359,23 @@ pub(super) fn softcap_cross_entropy_gradients<B: Backend>(
     let total = losses.into_iter().reduce(B::float_add).expect("at least one row");
     let loss = B::float_div_scalar(total, (n as f64).into());
     (loss, [B::float_cat(dhidden, 0), to_dtype::<B>(dweight, weight_dtype)])
+}
+
+pub(super) fn newton_schulz<B: Backend>(x: FloatTensor<B>, coefficients: Vec<(f64, f64, f64)>) -> FloatTensor<B> {
+    let shape = x.shape();
+    // The Gram matrix of the shorter side: fewer operations.
+    let tall = shape[1] > shape[2];
+    let norm = B::float_sqrt(B::float_sum_dims(B::float_mul(x.clone(), x.clone()), &[1, 2])); // [n, 1, 1]
+    let divisor = B::float_add_scalar(B::float_mul_scalar(norm, 1.02f64.into()), 1e-6f64.into());
+    let mut x = B::float_div(x, divisor);
+    for (a, b, c) in coefficients {
+        let transposed = B::float_transpose(x.clone());
+        let gram = if tall { B::float_matmul(transposed, x.clone()) } else { B::float_matmul(x.clone(), transposed) };
+        let square = B::float_matmul(gram.clone(), gram.clone());
+        let polynomial = B::float_add(B::float_mul_scalar(gram, b.into()), B::float_mul_scalar(square, c.into()));
+        let correction =
+            if tall { B::float_matmul(x.clone(), polynomial) } else { B::float_matmul(polynomial, x.clone()) };
+        x = B::float_add(B::float_mul_scalar(x, a.into()), correction);
+    }
+    x
 }

@@ -185,7 +185,7 @@ pub fn backward(sizes: &Sizes, saved: &Saved, grad: &[f32]) -> [Vec<f32>; 3] {
                     )
                 };
                 Product::new(rows, d, columns).run(dq, dscores, k_rows);
-                let into_keys = Product { accumulate: true, ..Product::new(columns, d, rows) };
+                let into_keys = Product { keep: 1.0, ..Product::new(columns, d, rows) };
                 into_keys.run(dk, dscores.transposed(), q_rows);
                 into_keys.run(dv, weights.transposed(), grad_rows);
             }

@@ -51,7 +51,7 @@ impl<'a> Head<'a> {
             let out = MatrixMut::new(&mut dhidden[start * c..], rows, c, c);
             Product { parallel: true, ..Product::new(rows, c, v) }.run(out, dlogits, Matrix::rows(self.weight, c));
             let out = MatrixMut::new(&mut dweight, v, c, c);
-            Product { accumulate: true, parallel: true, ..Product::new(v, c, rows) }.run(
+            Product { keep: 1.0, parallel: true, ..Product::new(v, c, rows) }.run(
                 out,
                 dlogits.transposed(),
                 Matrix::rows(hidden, c),

@@ -21,6 +21,16 @@ impl<'a> Matrix<'a> {
         Self { row_stride: self.column_stride, column_stride: self.row_stride, ..self }
     }
 
+    /// Without the first `rows` rows.
+    pub fn skip_rows(self, rows: usize) -> Self {
+        Self { elements: &self.elements[rows * self.row_stride..], ..self }
+    }
+
+    /// Without the first `columns` columns.
+    pub fn skip_columns(self, columns: usize) -> Self {
+        Self { elements: &self.elements[columns * self.column_stride..], ..self }
+    }
+
     fn holds(&self, rows: usize, columns: usize) -> bool {
         rows == 0
             || columns == 0
@@ -53,21 +63,21 @@ impl MatrixMut {
     }
 }
 
-/// out = factor·left·right, or out += factor·left·right with `accumulate`. Sizes: left `[m, k]`, right `[k, n]`.
+/// out = keep·out + factor·left·right; with keep = 0 what was in `out` is not read. Sizes: left `[m, k]`, right `[k, n]`.
 #[derive(Clone, Copy)]
 pub struct Product {
     pub m: usize,
     pub n: usize,
     pub k: usize,
     pub factor: f32,
-    pub accumulate: bool,
+    pub keep: f32,
     pub parallel: bool,
 }
 
 impl Product {
     /// A plain product on the calling thread.
     pub fn new(m: usize, n: usize, k: usize) -> Self {
-        Self { m, n, k, factor: 1.0, accumulate: false, parallel: false }
+        Self { m, n, k, factor: 1.0, keep: 0.0, parallel: false }
     }
 
     /// Multiplies.
@@ -75,7 +85,7 @@ impl Product {
     /// # Panics
     /// If an operand's memory is smaller than its size.
     pub fn run(self, out: MatrixMut, left: Matrix, right: Matrix) {
-        let Self { m, n, k, factor, accumulate, parallel } = self;
+        let Self { m, n, k, factor, keep, parallel } = self;
         assert!(left.holds(m, k) && right.holds(k, n), "an operand is smaller than [{m}, {k}] x [{k}, {n}]");
         let parallelism = if parallel { Parallelism::Rayon(0) } else { Parallelism::None };
         // SAFETY: both operands hold their elements (checked above); `out` holds m rows of n by its constructor.
@@ -87,14 +97,14 @@ impl Product {
                 out.start,
                 1,
                 out.row_stride as isize,
-                accumulate,
+                keep != 0.0,
                 left.elements.as_ptr(),
                 left.column_stride as isize,
                 left.row_stride as isize,
                 right.elements.as_ptr(),
                 right.column_stride as isize,
                 right.row_stride as isize,
-                1.0,
+                keep,
                 factor,
                 false,
                 false,

@@ -6,9 +6,10 @@ mod attention;
 mod loss;
 mod math;
 mod matrix;
+mod newton_schulz;
 mod rows;
 
-use super::{AttentionState, FusedOps, Kernels, portable};
+use super::{AttentionState, FusedOps, Kernels, MixState, portable};
 use burn::backend::tensor::{FloatTensor, IntTensor};
 use burn::backend::{Flex, TensorMetadata};
 use burn::tensor::{DType, TensorData};
@@ -25,6 +26,11 @@ fn all_f32(tensors: &[&Float]) -> bool {
 /// The elements of a contiguous float32 tensor in row-major order.
 fn elements(x: &Float) -> &[f32] {
     x.as_slice::<f32>().expect("a contiguous float32 tensor")
+}
+
+/// The only element of a one-element float32 tensor.
+fn scalar(x: &Float) -> f32 {
+    elements(&x.to_contiguous())[0]
 }
 
 fn tensor(values: Vec<f32>, shape: impl Into<burn::tensor::Shape>) -> Float {
@@ -58,6 +64,14 @@ impl FusedOps for Flex {
         tensor(rows::squared_relu(elements(&x)), x.shape())
     }
 
+    fn mix(x: Float, x_scale: Float, y: Float, y_scale: Float) -> Float {
+        if !all_f32(&[&x, &x_scale, &y, &y_scale]) {
+            return portable::mix::<Self>(x, x_scale, y, y_scale);
+        }
+        let (x, y) = (x.to_contiguous(), y.to_contiguous());
+        tensor(rows::mix(elements(&x), scalar(&x_scale), elements(&y), scalar(&y_scale)), x.shape())
+    }
+
     fn causal_attention(q: Float, k: Float, v: Float, window: usize) -> Float {
         Self::attention_forward(q, k, v, window).0
     }
@@ -71,6 +85,16 @@ impl FusedOps for Flex {
         let loss = loss::Head::new(elements(&hidden), elements(&weight), &targets, cap as f32).loss();
         tensor(vec![loss], [1])
     }
+
+    fn newton_schulz(x: Float, coefficients: Vec<(f64, f64, f64)>) -> Float {
+        if !all_f32(&[&x]) {
+            return portable::newton_schulz::<Self>(x, coefficients);
+        }
+        let (x, shape) = (x.to_contiguous(), x.shape());
+        let coefficients: Vec<[f32; 3]> =
+            coefficients.into_iter().map(|(a, b, c)| [a as f32, b as f32, c as f32]).collect();
+        tensor(newton_schulz::newton_schulz(elements(&x), shape[1], shape[2], &coefficients), shape)
+    }
 }
 
 impl Kernels for Flex {
@@ -80,6 +104,17 @@ impl Kernels for Flex {
         }
         let (x, grad) = (x.to_contiguous(), grad.to_contiguous());
         tensor(rows::rms_norm_backward(elements(&x), elements(&grad), last_axis(&x)), x.shape())
+    }
+
+    fn mix_backward(saved: MixState<Self>, grad: Float) -> [Float; 4] {
+        let MixState { x, x_scale, y, y_scale } = &saved;
+        if !all_f32(&[x, x_scale, y, y_scale, &grad]) {
+            return portable::mix_backward::<Self>(saved, grad);
+        }
+        let (x, y, grad) = (x.to_contiguous(), y.to_contiguous(), grad.to_contiguous());
+        let scaled = |scale: &Float| tensor(rows::scale(elements(&grad), scalar(scale)), grad.shape());
+        let dot = |x: &Float| tensor(vec![rows::dot(elements(&grad), elements(x))], [1]);
+        [scaled(x_scale), dot(&x), scaled(y_scale), dot(&y)]
     }
 
     fn squared_relu_backward(x: Float, grad: Float) -> Float {
@@ -133,6 +168,18 @@ impl Kernels for Flex {
         let (loss, dhidden, dweight) = head.loss_and_gradients();
         (tensor(vec![loss], [1]), [tensor(dhidden, hidden.shape()), tensor(dweight, weight.shape())])
     }
+}
+
+/// `n` elements of any value, for a caller that writes each before it reads any: clearing them first would cost as much
+/// as many of the kernels.
+fn uninitialised(n: usize) -> Vec<f32> {
+    let mut values = Vec::with_capacity(n);
+    // SAFETY: the capacity is n, and every bit pattern is an f32.
+    #[expect(clippy::uninit_vec)]
+    unsafe {
+        values.set_len(n)
+    };
+    values
 }
 
 fn last_axis(x: &Float) -> usize {

@@ -1,12 +1,13 @@
 //! Normalisation, rotation and activation, row by row.
 
-use super::{TASK_ELEMENTS, math};
+use super::{TASK_ELEMENTS, math, uninitialised};
 use multiversion::multiversion;
 use rayon::prelude::*;
 
-/// Calls `kernel(first element, out)` for parts of the output that hold whole rows of `row` elements, in parallel.
+/// Calls `kernel(first element, out)` for parts of the output that hold whole rows of `row` elements, in parallel; the
+/// kernel must write every element.
 fn fill_rows(n: usize, row: usize, kernel: impl Fn(usize, &mut [f32]) + Sync) -> Vec<f32> {
-    let mut out = vec![0f32; n];
+    let mut out = uninitialised(n);
     let part = TASK_ELEMENTS.div_ceil(row) * row;
     out.par_chunks_mut(part).enumerate().for_each(|(i, out)| kernel(i * part, out));
     out
@@ -99,4 +100,43 @@ pub fn squared_relu_backward(x: &[f32], grad: &[f32]) -> Vec<f32> {
         let end = start + out.len();
         kernel(&x[start..end], &grad[start..end], out)
     })
+}
+
+/// x · x_scale + y · y_scale.
+pub fn mix(x: &[f32], x_scale: f32, y: &[f32], y_scale: f32) -> Vec<f32> {
+    #[multiversion(targets("x86_64+avx512f+avx512vl+avx2+fma", "x86_64+avx2+fma"))]
+    fn kernel(x: &[f32], x_scale: f32, y: &[f32], y_scale: f32, out: &mut [f32]) {
+        for ((out, x), y) in out.iter_mut().zip(x).zip(y) {
+            *out = x * x_scale + y * y_scale;
+        }
+    }
+    fill_rows(x.len(), 1, |start, out| {
+        let end = start + out.len();
+        kernel(&x[start..end], x_scale, &y[start..end], y_scale, out)
+    })
+}
+
+/// x · factor.
+pub fn scale(x: &[f32], factor: f32) -> Vec<f32> {
+    #[multiversion(targets("x86_64+avx512f+avx512vl+avx2+fma", "x86_64+avx2+fma"))]
+    fn kernel(x: &[f32], factor: f32, out: &mut [f32]) {
+        for (out, x) in out.iter_mut().zip(x) {
+            *out = x * factor;
+        }
+    }
+    fill_rows(x.len(), 1, |start, out| kernel(&x[start..start + out.len()], factor, out))
+}
+
+/// Sum of x · y; the parts' sums are added in float64.
+pub fn dot(x: &[f32], y: &[f32]) -> f32 {
+    /// Elements summed in float32.
+    const PART: usize = 1024;
+    #[multiversion(targets("x86_64+avx512f+avx512vl+avx2+fma", "x86_64+avx2+fma"))]
+    fn kernel(x: &[f32], y: &[f32]) -> f32 {
+        math::sum(x.len(), |i| x[i] * y[i])
+    }
+    let parts = x.par_chunks(PART).zip(y.par_chunks(PART)).with_min_len(TASK_ELEMENTS / PART);
+    // Collected first, so that the order of the sum does not depend on the threads.
+    let sums: Vec<f32> = parts.map(|(x, y)| kernel(x, y)).collect();
+    sums.into_iter().map(f64::from).sum::<f64>() as f32
 }
