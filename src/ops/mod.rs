@@ -8,6 +8,8 @@ mod autodiff;
 #[cfg(feature = "flex")]
 mod flex;
 mod portable;
+#[cfg(all(test, feature = "flex"))]
+mod tests;
 
 #[cfg(feature = "tch")]
 use burn::backend::LibTorch;

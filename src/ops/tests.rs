@@ -1,0 +1,266 @@
+//! Each operation against its plain form under burn's own autodiff, and the fast bodies against the portable ones.
+
+use super::*;
+use burn::backend::{Flex, TensorMetadata};
+use burn::tensor::{Bool, DType, Device, Distribution, TensorData, activation};
+use rand::SeedableRng;
+use rand_chacha::ChaCha8Rng;
+
+fn random(shape: &[usize], seed: u64) -> TensorData {
+    let mut rng = ChaCha8Rng::seed_from_u64(seed);
+    TensorData::random::<f32, _, _>(shape.to_vec(), Distribution::Normal(0.0, 1.0), &mut rng)
+}
+
+fn relative_error(found: &TensorData, expected: &TensorData) -> f64 {
+    assert_eq!(found.shape(), expected.shape());
+    let (mut difference, mut norm) = (0f64, 0f64);
+    for (a, b) in found.iter::<f64>().zip(expected.iter::<f64>()) {
+        difference += (a - b).powi(2);
+        norm += b.powi(2);
+    }
+    difference.sqrt() / norm.sqrt().max(1e-30)
+}
+
+fn assert_close(found: TensorData, expected: TensorData, what: &str) {
+    let error = relative_error(&found, &expected);
+    assert!(error < 1e-5, "{what}: relative error {error}");
+}
+
+/// Runs both forms on the same inputs; outputs and the gradients of all inputs must agree.
+fn agree<const D: usize, const E: usize, const N: usize>(
+    shapes: [[usize; D]; N],
+    fused: impl Fn([Tensor<D>; N]) -> Tensor<E>,
+    plain: impl Fn([Tensor<D>; N]) -> Tensor<E>,
+) {
+    let device = Device::flex().autodiff();
+    let run = |f: &dyn Fn([Tensor<D>; N]) -> Tensor<E>| {
+        let mut seed = 0;
+        let inputs = shapes.map(|shape| {
+            seed += 1;
+            Tensor::<D>::from_data(random(&shape, seed), &device).require_grad()
+        });
+        let out = f(inputs.clone());
+        let weights = Tensor::<E>::from_data(random(&out.dims(), 99), &device);
+        let gradients = (out.clone() * weights).sum().backward();
+        let gradients = inputs.map(|input| input.grad(&gradients).expect("every input has a gradient").into_data());
+        (out.into_data(), gradients)
+    };
+    let ((found, found_gradients), (expected, expected_gradients)) = (run(&fused), run(&plain));
+    assert_close(found, expected, "output");
+    for (i, (found, expected)) in found_gradients.into_iter().zip(expected_gradients).enumerate() {
+        assert_close(found, expected, &format!("gradient of input {i}"));
+    }
+}
+
+fn plain_rms_norm<const D: usize>(x: Tensor<D>) -> Tensor<D> {
+    let mean_square = x.clone().square().mean_dim(D - 1);
+    x / (mean_square + f32::EPSILON).sqrt()
+}
+
+fn plain_attention(q: Tensor<4>, k: Tensor<4>, v: Tensor<4>, window: usize) -> Tensor<4> {
+    let ([b, t, h, d], [_, _, g, _]) = (q.dims(), k.dims());
+    let repeated = |x: Tensor<4>| x.unsqueeze_dim::<5>(3).repeat_dim(3, h / g).reshape([b, t, h, d]).swap_dims(1, 2);
+    let scores = q.swap_dims(1, 2).matmul(repeated(k).swap_dims(2, 3)) / (d as f64).sqrt();
+    let hidden: Vec<bool> = (0..t * t).map(|at| (at / t, at % t)).map(|(i, j)| j > i || i - j > window).collect();
+    let mask = Tensor::<2, Bool>::from_data(TensorData::new(hidden, [t, t]), &scores.device());
+    let scores = scores.mask_fill(mask.reshape([1, 1, t, t]).expand([b, h, t, t]), f32::NEG_INFINITY);
+    activation::softmax(scores, 3).matmul(repeated(v)).swap_dims(1, 2)
+}
+
+#[test]
+fn rms_norm_agrees_with_its_formula() {
+    for c in [1, 5, 32, 100] {
+        agree([[3, 7, c]], |[x]| rms_norm(x), |[x]| plain_rms_norm(x));
+    }
+}
+
+#[test]
+fn rotary_turns_pairs_by_the_angle() {
+    let device = Device::flex();
+    let angles = Tensor::<2>::from_data(random(&[6, 4], 5), &device);
+    let (cos, sin) = (angles.clone().cos(), angles.sin());
+    let plain = |[x]: [Tensor<4>; 1]| {
+        let (cos, sin) = (cos.clone().reshape([1, 6, 1, 4]), sin.clone().reshape([1, 6, 1, 4]));
+        let (a, b) = (x.clone().slice([0..2, 0..6, 0..3, 0..4]), x.slice([0..2, 0..6, 0..3, 4..8]));
+        Tensor::cat(vec![a.clone() * cos.clone() + b.clone() * sin.clone(), b * cos - a * sin], 3)
+    };
+    agree([[2, 6, 3, 8]], |[x]| rotary(x, cos.clone(), sin.clone()), plain);
+}
+
+#[test]
+fn squared_relu_agrees_with_its_formula() {
+    agree([[3, 50]], |[x]| squared_relu(x), |[x]| activation::relu(x).square());
+}
+
+#[test]
+fn project_agrees_with_matmul() {
+    agree([[9, 5], [4, 5]], |[x, w]| project(x, w), |[x, w]| x.matmul(w.transpose()));
+}
+
+#[test]
+fn mix_agrees_with_its_formula() {
+    let one = |x: Tensor<3>| x.slice([0..1, 0..1, 0..1]).reshape([1]);
+    agree(
+        [[2, 3, 70], [2, 3, 70], [2, 3, 70]],
+        |[x, y, scales]| mix(x, one(scales.clone()), y, one(scales.slice([1..2, 0..1, 0..1]))),
+        |[x, y, scales]| x * scales.clone().slice([0..1, 0..1, 0..1]) + y * scales.slice([1..2, 0..1, 0..1]),
+    );
+}
+
+#[test]
+fn attention_agrees_with_full_scores_for_any_length_window_and_grouping() {
+    for (t, h, g, window) in
+        [(1, 1, 1, 1), (5, 2, 2, 2), (64, 4, 2, 64), (65, 4, 1, 7), (130, 2, 1, 65), (130, 2, 2, 0)]
+    {
+        let (q, k) = ([2, t, h, 8], [2, t, g, 8]);
+        let device = Device::flex().autodiff();
+        let run = |f: &dyn Fn(Tensor<4>, Tensor<4>, Tensor<4>, usize) -> Tensor<4>| {
+            let inputs = [(q, 1), (k, 2), (k, 3)]
+                .map(|(shape, seed)| Tensor::<4>::from_data(random(&shape, seed), &device).require_grad());
+            let [q, k, v] = inputs.clone();
+            let out = f(q, k, v, window);
+            let weights = Tensor::<4>::from_data(random(&out.dims(), 9), &device);
+            let gradients = (out.clone() * weights).sum().backward();
+            (out.into_data(), inputs.map(|x| x.grad(&gradients).expect("a gradient").into_data()))
+        };
+        let ((found, found_gradients), (expected, expected_gradients)) =
+            (run(&causal_attention), run(&plain_attention));
+        let case = format!("t {t}, h {h}, g {g}, window {window}");
+        assert_close(found, expected, &case);
+        for (found, expected) in found_gradients.into_iter().zip(expected_gradients) {
+            // With no token back the weights are all 1: the gradients of q and k are nought but rounding.
+            let size: f64 = expected.iter::<f64>().map(f64::abs).sum();
+            if size > 1e-3 {
+                assert_close(found, expected, &format!("{case}, gradients"));
+            }
+        }
+    }
+}
+
+#[test]
+fn window_limits_what_a_query_sees() {
+    let device = Device::flex();
+    let (t, window) = (100, 10);
+    let [q, k, v] = [1, 2, 3].map(|seed| Tensor::<4>::from_data(random(&[1, t, 1, 4], seed), &device));
+    let before = causal_attention(q.clone(), k.clone(), v.clone(), window).into_data();
+    let changed = v.slice_assign([0..1, 50..51, 0..1, 0..4], Tensor::full([1, 1, 1, 4], 1e3, &device));
+    let after = causal_attention(q, k, changed, window).into_data();
+    let differs: Vec<usize> = before
+        .iter::<f32>()
+        .zip(after.iter::<f32>())
+        .enumerate()
+        .filter(|(_, (a, b))| a != b)
+        .map(|(i, _)| i / 4)
+        .collect();
+    assert_eq!((differs.first(), differs.last()), (Some(&50), Some(&60)));
+}
+
+fn plain_loss(hidden: Tensor<2>, weight: Tensor<2>, targets: &Tensor<1, Int>) -> Tensor<1> {
+    let [n, _] = hidden.dims();
+    let logits = (hidden.matmul(weight.transpose()) / 15.0).tanh() * 15.0;
+    activation::log_softmax(logits, 1).gather(1, targets.clone().reshape([n, 1])).mean().neg()
+}
+
+#[test]
+fn loss_agrees_with_log_softmax_over_several_chunks() {
+    // More logits than a chunk holds.
+    for (n, c, v) in [(1, 3, 5), (7, 16, 33), (300, 8, 9000)] {
+        let targets: Vec<i32> = (0..n).map(|i| (i * 31 % v) as i32).collect();
+        let targets = Tensor::<1, Int>::from_data(TensorData::new(targets, [n]), &Device::flex());
+        agree(
+            [[n, c], [v, c]],
+            |[h, w]| softcap_cross_entropy(h, w, targets.clone(), 15.0),
+            |[h, w]| plain_loss(h, w, &targets),
+        );
+    }
+}
+
+#[test]
+fn large_logits_stay_finite() {
+    let device = Device::flex().autodiff();
+    let hidden = (Tensor::<2>::from_data(random(&[4, 8], 1), &device) * 1e6).require_grad();
+    let weight = Tensor::<2>::from_data(random(&[10, 8], 2), &device);
+    let targets = Tensor::<1, Int>::from_data([1, 2, 3, 4], &device);
+    let loss = softcap_cross_entropy(hidden.clone(), weight, targets, 15.0);
+    let gradient = hidden.grad(&loss.backward()).expect("a gradient").into_data();
+    assert!(loss.into_scalar::<f32>().is_finite());
+    assert!(gradient.iter::<f32>().all(f32::is_finite));
+}
+
+#[test]
+fn a_nan_in_the_input_reaches_the_loss() {
+    let device = Device::flex();
+    let hidden = Tensor::<2>::full([2, 4], f32::NAN, &device);
+    let weight = Tensor::<2>::from_data(random(&[10, 4], 2), &device);
+    let loss = softcap_cross_entropy(hidden, weight, Tensor::from_data([1, 2], &device), 15.0);
+    assert!(loss.into_scalar::<f32>().is_nan());
+}
+
+/// Values and gradients of the portable bodies on the CPU backend's tensors.
+#[test]
+fn the_fast_bodies_agree_with_the_portable_ones() {
+    let float = |shape: &[usize], seed| FloatTensor::<Flex>::from_data(random(shape, seed));
+    let close = |found: FloatTensor<Flex>, expected: FloatTensor<Flex>, what: &str| {
+        assert_close(found.into_data(), expected.into_data(), what);
+    };
+    let (x, grad) = (float(&[3, 5, 40], 1), float(&[3, 5, 40], 2));
+    close(Flex::rms_norm(x.clone()), portable::rms_norm::<Flex>(x.clone()), "rms_norm");
+    close(
+        Flex::rms_norm_backward(x.clone(), grad.clone()),
+        portable::rms_norm_backward::<Flex>(x.clone(), grad.clone()),
+        "rms_norm_backward",
+    );
+    close(
+        Flex::squared_relu_backward(x.clone(), grad.clone()),
+        portable::squared_relu_backward::<Flex>(x.clone(), grad.clone()),
+        "squared_relu_backward",
+    );
+    let mix = MixState { x: x.clone(), x_scale: float(&[1], 3), y: float(&[3, 5, 40], 4), y_scale: float(&[1], 5) };
+    let (found, expected) = (Flex::mix_backward(mix.clone(), grad.clone()), portable::mix_backward::<Flex>(mix, grad));
+    for (found, expected) in found.into_iter().zip(expected) {
+        close(found, expected, "mix_backward");
+    }
+    // Longer than the portable body's block of queries.
+    let (q, k, v) = (float(&[2, 300, 4, 8], 6), float(&[2, 300, 2, 8], 7), float(&[2, 300, 2, 8], 8));
+    let (out, log_sum_exp) = Flex::attention_forward(q.clone(), k.clone(), v.clone(), 100);
+    let (out_portable, log_sum_exp_portable) =
+        portable::attention_forward::<Flex>(q.clone(), k.clone(), v.clone(), 100);
+    close(out.clone(), out_portable, "attention");
+    close(log_sum_exp.clone(), log_sum_exp_portable, "log-sum-exp");
+    let state = AttentionState { q, k, v, out, log_sum_exp, window: 100 };
+    let grad = float(&[2, 300, 4, 8], 9);
+    let found = Flex::attention_backward(state.clone(), grad.clone());
+    for (found, expected) in found.into_iter().zip(portable::attention_backward::<Flex>(state, grad)) {
+        close(found, expected, "attention_backward");
+    }
+    let targets = IntTensor::<Flex>::from_data(TensorData::new(vec![1i64, 2, 3, 0, 6], [5]));
+    let (hidden, weight) = (float(&[5, 8], 10), float(&[7, 8], 11));
+    let (loss, gradients) =
+        Flex::softcap_cross_entropy_gradients(hidden.clone(), weight.clone(), targets.clone(), 15.0);
+    let (expected, expected_gradients) =
+        portable::softcap_cross_entropy_gradients::<Flex>(hidden.clone(), weight.clone(), targets.clone(), 15.0);
+    close(loss.clone(), expected, "loss");
+    close(loss, portable::softcap_cross_entropy::<Flex>(hidden, weight, targets, 15.0), "loss without gradients");
+    for (found, expected) in gradients.into_iter().zip(expected_gradients) {
+        close(found, expected, "loss gradients");
+    }
+    for shape in [[3, 130, 130], [2, 200, 60], [2, 60, 200], [4, 2, 32]] {
+        let (x, coefficients) = (float(&shape, 12), vec![(4.0, -2.8, 0.5); 3]);
+        close(
+            Flex::newton_schulz(x.clone(), coefficients.clone()),
+            portable::newton_schulz::<Flex>(x, coefficients),
+            &format!("newton_schulz {shape:?}"),
+        );
+    }
+}
+
+#[test]
+fn half_precision_takes_the_portable_road_and_keeps_its_type() {
+    let device = Device::flex();
+    let x = Tensor::<3>::from_data(random(&[2, 3, 16], 1), &device);
+    let half = rms_norm(x.clone().cast(DType::BF16));
+    assert_eq!(half.dtype(), DType::BF16);
+    let error = relative_error(&half.into_data_as::<f32>(), &rms_norm(x).into_data());
+    assert!(error < 1e-2, "{error}");
+    assert_eq!(FloatTensor::<Flex>::from_data(random(&[1], 1)).dtype(), DType::F32);
+}
