@@ -136,9 +136,6 @@ struct EvalArgs {
     /// Validation tokens to evaluate [default: as in the run].
     #[arg(long, value_name = "N")]
     eval_tokens: Option<usize>,
-    /// Rows in a forward pass; the number does not depend on it.
-    #[arg(long, value_name = "N")]
-    batch_size: Option<usize>,
     #[arg(long, value_name = "NAME", help = format!("Where to compute: {DEVICE_NAMES} [default: as in the run]"))]
     device: Option<String>,
     #[command(flatten)]
@@ -275,12 +272,9 @@ fn train(args: TrainArgs) -> Result<()> {
 }
 
 fn evaluate(args: &EvalArgs) -> Result<()> {
-    if args.batch_size == Some(0) {
-        bail!("--batch-size: expected at least 1, found 0; hint: leave it out to use the run's");
-    }
     let cache_dir = args.cache.cache_dir.as_deref();
     let device = args.device.as_deref();
-    run::evaluate(&args.checkpoint, device, cache_dir, args.eval_tokens, args.batch_size)
+    run::evaluate(&args.checkpoint, device, cache_dir, args.eval_tokens)
 }
 
 fn sample(args: &SampleArgs) -> Result<()> {

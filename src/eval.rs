@@ -7,6 +7,8 @@ use anyhow::{Result, bail};
 use burn::tensor::{Device, Int, Tensor, TensorData, activation};
 use std::time::{Duration, Instant};
 
+/// Tokens that go through the model at once, or one row where that is longer.
+const PASS_TOKENS: usize = 1 << 13;
 /// Logits that exist at once; memory does not grow with batch × vocabulary.
 const CHUNK_LOGITS: usize = 1 << 22;
 
@@ -55,35 +57,75 @@ impl ByteLengths {
 
 /// Bits per byte of `model` on every row that `rows` gives.
 ///
-/// The loss is computed here from the logits, not by the model: an edited model cannot grade itself.
+/// The loss is computed here from the logits, not by the model: an edited model cannot grade itself. The rows go through
+/// the model in groups of a size that depends on nothing but their length: the shapes of all products, and with them the
+/// rounding, are the same whatever the batch size of `rows`.
 ///
 /// # Errors
 /// If the rows cannot be read, there are none, or the model's logits are not one for each token id.
 pub fn evaluate_bpb(model: &Gpt, rows: &mut Loader, lengths: &ByteLengths, device: &Device) -> Result<Evaluation> {
     let start = Instant::now();
-    let (mut nats, mut bytes, mut upstream_bytes, mut tokens) = (0f64, 0u64, 0u64, 0u64);
-    while let Some(batch) = rows.next_batch()? {
-        let (b, t) = (batch.row_count, batch.row_length - 1);
-        let (input, targets) = input_and_targets(&batch.rows, batch.row_length, device);
-        let losses = token_losses(model, input, targets, lengths.exact.len())?;
-        debug_assert_eq!(losses.len(), b * t);
-        let targets = batch.rows.chunks_exact(batch.row_length).flat_map(|row| &row[1..]);
-        for (&target, loss) in targets.zip(losses) {
-            let length = lengths.exact[target as usize];
-            if length > 0 {
-                nats += loss as f64;
-                bytes += length as u64;
-                upstream_bytes += lengths.upstream[target as usize] as u64;
-            }
-            tokens += 1;
+    let mut score = Score::default();
+    let mut waiting: Vec<u32> = Vec::new();
+    let mut row_length = 0;
+    loop {
+        let batch = rows.next_batch()?;
+        let is_last = batch.is_none();
+        if let Some(batch) = batch {
+            row_length = batch.row_length;
+            waiting.extend(batch.rows);
+        }
+        let pass = (PASS_TOKENS / row_length.max(2)).max(1) * row_length;
+        while waiting.len() >= pass.max(1) || (is_last && !waiting.is_empty()) {
+            let rest = waiting.split_off(pass.min(waiting.len()));
+            score.add(model, &waiting, row_length, lengths, device)?;
+            waiting = rest;
+        }
+        if is_last {
+            break;
         }
     }
+    let Score { nats, bytes, upstream_bytes, tokens } = score;
     if bytes == 0 {
         bail!(
             "the validation text gives no whole row to evaluate, expected at least one; hint: it is too short for sequence_len: use more text or a shorter context"
         );
     }
     Ok(Evaluation { nats, bytes, upstream_bytes, tokens, duration: start.elapsed() })
+}
+
+/// Sums over the targets so far.
+#[derive(Default)]
+struct Score {
+    nats: f64,
+    bytes: u64,
+    upstream_bytes: u64,
+    tokens: u64,
+}
+
+impl Score {
+    fn add(
+        &mut self,
+        model: &Gpt,
+        rows: &[u32],
+        row_length: usize,
+        lengths: &ByteLengths,
+        device: &Device,
+    ) -> Result<()> {
+        let (input, targets) = input_and_targets(rows, row_length, device);
+        let losses = token_losses(model, input, targets, lengths.exact.len())?;
+        let targets = rows.chunks_exact(row_length).flat_map(|row| &row[1..]);
+        for (&target, loss) in targets.zip(losses) {
+            let length = lengths.exact[target as usize];
+            if length > 0 {
+                self.nats += loss as f64;
+                self.bytes += length as u64;
+                self.upstream_bytes += lengths.upstream[target as usize] as u64;
+            }
+            self.tokens += 1;
+        }
+        Ok(())
+    }
 }
 
 /// Rows of t + 1 tokens as inputs and targets, each `[b, t]`.

@@ -1,7 +1,7 @@
 //! Each operation against its plain form under burn's own autodiff, and the fast bodies against the portable ones.
 
 use super::*;
-use burn::backend::{Flex, TensorMetadata};
+use burn::backend::Flex;
 use burn::tensor::{Bool, DType, Device, Distribution, TensorData, activation};
 use rand::SeedableRng;
 use rand_chacha::ChaCha8Rng;
@@ -69,7 +69,7 @@ fn plain_attention(q: Tensor<4>, k: Tensor<4>, v: Tensor<4>, window: usize) -> T
 
 #[test]
 fn rms_norm_agrees_with_its_formula() {
-    for c in [1, 5, 32, 100] {
+    for c in [4, 5, 32, 100] {
         agree([[3, 7, c]], |[x]| rms_norm(x), |[x]| plain_rms_norm(x));
     }
 }

@@ -133,8 +133,7 @@ pub fn train(conditions: &Conditions) -> Result<PathBuf> {
     save(&folder, &outcome, &optimizer)?;
 
     let inference = outcome.model.valid();
-    let batch = plan.device_batch_size;
-    let evaluation = evaluate_rows(&inference, &prepared, config.eval_tokens, batch, &compute.device)?;
+    let evaluation = evaluate_rows(&inference, &prepared, config.eval_tokens, &compute.device)?;
     let summary = Summary {
         val_bpb: evaluation.bpb(),
         training_seconds: outcome.training_time.as_secs_f64(),
@@ -166,16 +165,9 @@ pub fn train(conditions: &Conditions) -> Result<PathBuf> {
 ///
 /// # Errors
 /// If the folder holds no whole run or the data is not prepared.
-pub fn evaluate(
-    run: &Path,
-    device: Option<&str>,
-    cache_dir: Option<&Path>,
-    eval_tokens: Option<usize>,
-    batch_size: Option<usize>,
-) -> Result<()> {
+pub fn evaluate(run: &Path, device: Option<&str>, cache_dir: Option<&Path>, eval_tokens: Option<usize>) -> Result<()> {
     let checkpoint = Checkpoint::open(run, device, cache_dir)?;
     let config = &checkpoint.resolved.config;
-    let batch = batch_size.unwrap_or(checkpoint.resolved.hyperparameters.device_batch_size);
     let tokens = eval_tokens.unwrap_or(config.eval_tokens);
     if tokens < config.sequence_len {
         bail!(
@@ -184,7 +176,7 @@ pub fn evaluate(
         );
     }
     let device = &checkpoint.compute.device;
-    let evaluation = evaluate_rows(&checkpoint.model, &checkpoint.prepared, tokens, batch, device)?;
+    let evaluation = evaluate_rows(&checkpoint.model, &checkpoint.prepared, tokens, device)?;
     println!("---");
     println!("val_bpb:          {:.6}", evaluation.bpb());
     println!("val_bpb_upstream: {:.6}", evaluation.bpb_upstream());
@@ -248,19 +240,13 @@ fn training_rows(prepared: &Prepared, plan: &BatchPlan, sequence_len: usize) -> 
     Loader::new(documents, prepared.tokenizer().clone(), plan.device_batch_size, packing, Epochs::Repeat, None)
 }
 
-fn evaluate_rows(
-    model: &Gpt,
-    prepared: &Prepared,
-    eval_tokens: usize,
-    batch_rows: usize,
-    device: &Device,
-) -> Result<Evaluation> {
+fn evaluate_rows(model: &Gpt, prepared: &Prepared, eval_tokens: usize, device: &Device) -> Result<Evaluation> {
     let sequence_len = model.config().sequence_len;
     let documents = Arc::new(prepared.documents(Split::Validation)?);
     let epochs = Epochs::AtMost(eval_tokens / sequence_len);
     let tokenizer = prepared.tokenizer();
     let packing = Packing::new(sequence_len);
-    let mut rows = Loader::new(documents, tokenizer.clone(), batch_rows, packing, epochs, None)?;
+    let mut rows = Loader::new(documents, tokenizer.clone(), 1, packing, epochs, None)?;
     evaluate_bpb(model, &mut rows, &ByteLengths::of(tokenizer), device)
 }
 

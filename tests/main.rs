@@ -1,0 +1,10 @@
+//! The tests of the program as a whole, in one binary: each further one would link burn again.
+
+// The model: what a position sees, sizes, initialisation, schedules.
+mod model;
+// The optimizer: update rules, groups, types.
+mod optimizer;
+// The training loop with a clock of its own.
+mod training;
+// The metric.
+mod evaluation;
