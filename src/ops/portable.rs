@@ -365,9 +365,12 @@ pub(super) fn newton_schulz<B: Backend>(x: FloatTensor<B>, coefficients: Vec<(f6
     let shape = x.shape();
     // The Gram matrix of the shorter side: fewer operations.
     let tall = shape[1] > shape[2];
-    let norm = B::float_sqrt(B::float_sum_dims(B::float_mul(x.clone(), x.clone()), &[1, 2])); // [n, 1, 1]
+    let dtype = x.dtype();
+    // In float32: a sum over a whole matrix loses too much in half precision.
+    let wide = to_f32::<B>(x.clone());
+    let norm = B::float_sqrt(B::float_sum_dims(B::float_mul(wide.clone(), wide), &[1, 2])); // [n, 1, 1]
     let divisor = B::float_add_scalar(B::float_mul_scalar(norm, 1.02f64.into()), 1e-6f64.into());
-    let mut x = B::float_div(x, divisor);
+    let mut x = B::float_div(x, to_dtype::<B>(divisor, dtype));
     for (a, b, c) in coefficients {
         let transposed = B::float_transpose(x.clone());
         let gram = if tall { B::float_matmul(transposed, x.clone()) } else { B::float_matmul(x.clone(), transposed) };
