@@ -125,7 +125,8 @@ fn bf16_orthogonalization_is_near_the_float32_one() {
     let low = orthogonalize(x.cast(DType::BF16)).cast(DType::F32);
     let error = (exact.clone() - low).square().sum().sqrt() / exact.square().sum().sqrt();
     let error = error.into_scalar::<f32>();
-    assert!(error < 0.1, "{error}");
+    // PyTorch is off by 0.05; a backend that rounds the coefficients to bf16, too, by twice that.
+    assert!(error < 0.15, "{error}");
 }
 
 #[test]
