@@ -190,7 +190,7 @@ impl GptConfig {
         let sizes = [self.sequence_len, self.vocab_size, self.n_layer, n_head, n_kv_head, n_embd];
         if sizes.contains(&0) {
             Some(format!("every size must be at least 1, found {sizes:?}"))
-        } else if n_embd % n_head != 0 || self.head_dim() % 2 != 0 {
+        } else if n_embd % n_head != 0 || !self.head_dim().is_multiple_of(2) {
             Some(format!("n_embd {n_embd} must be n_head {n_head} times an even head dim"))
         } else if n_head % n_kv_head != 0 {
             Some(format!("n_head {n_head} must be a multiple of n_kv_head {n_kv_head}"))
@@ -352,12 +352,12 @@ impl Gpt {
         let [_, t] = tokens.dims();
         let (context_len, windows) = (self.config.sequence_len, self.config.windows());
         assert!(t <= context_len, "{t} tokens do not fit the context of {context_len}");
-        let angles = |table: &Tensor<2>| table.clone().slice([0..t]);
+        let angles = |table: &Tensor<2>| table.clone().narrow(0, 0, t);
         let context = Context { head_dim: self.config.head_dim(), cos: angles(&self.cos), sin: angles(&self.sin) };
         let x0 = ops::rms_norm(self.transformer.wte.forward(tokens.clone())); // [b, t, c]
         let mut x = x0.clone();
         for (layer, block) in self.transformer.h.iter().enumerate() {
-            let scalar = |lambdas: &Param<Tensor<1>>| lambdas.val().slice([layer..layer + 1]);
+            let scalar = |lambdas: &Param<Tensor<1>>| lambdas.val().narrow(0, layer, 1);
             x = ops::mix(x, scalar(&self.resid_lambdas), x0.clone(), scalar(&self.x0_lambdas));
             let value_embedding = self.value_embeds[layer].as_ref().map(|table| table.forward(tokens.clone()));
             x = block.forward(x, value_embedding, &context, windows[layer]);

@@ -111,7 +111,7 @@ impl MuonAdamW {
                     shape,
                     lr,
                     beta2,
-                    momentum: Tensor::zeros([n, rows, columns], options.clone()),
+                    momentum: Tensor::zeros([n, rows, columns], options),
                     variance: Tensor::zeros(variance, options),
                     names: members.into_iter().map(|member| member.name).collect(),
                 });
@@ -121,11 +121,6 @@ impl MuonAdamW {
             bail!("parameter '{name}' is in no optimizer group; hint: add it in parameter_groups in src/model.rs");
         }
         Ok(Self { units, step: 0, compute_type })
-    }
-
-    /// Optimizer steps taken.
-    pub fn steps(&self) -> usize {
-        self.step
     }
 
     /// `model` after one step. `gradients` are flat and by name; a parameter without one is treated as having zeros.
@@ -175,29 +170,6 @@ impl MuonAdamW {
             }
         }
         with_values(model, values)
-    }
-
-    /// The state by name, for a checkpoint: `<parameter>.exp_avg`, `<rows>x<columns>.momentum` and the like.
-    pub fn state(&self) -> Vec<Parameter> {
-        let entry = |name: String, shape: Vec<usize>, value: Tensor<1>| Parameter { name, shape, value };
-        let mut state = Vec::new();
-        for unit in &self.units {
-            match unit {
-                Unit::AdamW { name, moments, .. } => {
-                    for (kind, moment) in ["exp_avg", "exp_avg_sq"].into_iter().zip(moments) {
-                        state.push(entry(format!("{name}.{kind}"), moment.dims().to_vec(), moment.clone()));
-                    }
-                }
-                Unit::Muon { shape: [rows, columns], momentum, variance, .. } => {
-                    for (kind, buffer) in [("momentum", momentum), ("variance", variance)] {
-                        let shape = buffer.dims().to_vec();
-                        let flat = buffer.clone().reshape([shape.iter().product::<usize>()]);
-                        state.push(entry(format!("{rows}x{columns}.{kind}"), shape, flat));
-                    }
-                }
-            }
-        }
-        state
     }
 }
 

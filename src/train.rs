@@ -1,6 +1,6 @@
 //! The training loop: gradient accumulation, schedules, and the clock that decides when the budget is spent.
 
-use crate::data::loader::{Loader, LoaderState};
+use crate::data::loader::Loader;
 use crate::eval::input_and_targets;
 use crate::model::{Gpt, Hyperparameters};
 use crate::optim::{MuonAdamW, Schedule};
@@ -9,7 +9,6 @@ use anyhow::{Context, Result, bail};
 use burn::tensor::{Device, Tensor};
 use serde::Serialize;
 use std::collections::BTreeMap;
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// A loss above this, or one that is not a number, ends the run.
@@ -125,8 +124,8 @@ pub struct Outcome {
     pub training_time: Duration,
     /// Charged tokens per second.
     pub tokens_per_second: f64,
-    /// Where the data loader goes on.
-    pub loader_state: Option<Arc<LoaderState>>,
+    /// Share of the training tokens that packing dropped, in percent.
+    pub dropped_percent: f64,
 }
 
 /// What a training loop needs.
@@ -160,7 +159,7 @@ impl Training<'_> {
         let mut charged = Duration::ZERO;
         let mut charged_steps = 0;
         let mut smoothed = 0.0;
-        let mut loader_state = None;
+        let mut dropped_percent = 0.0;
         let mut step = 0;
         loop {
             let progress = match limit {
@@ -177,7 +176,7 @@ impl Training<'_> {
                 data_wait += batch.waited;
                 epoch = batch.epoch;
                 let (input, targets) = input_and_targets(&batch.rows, batch.row_length, &autodiff);
-                loader_state = Some(batch.state);
+                dropped_percent = batch.state.packer.dropped_percent();
                 let loss = model.loss(input, targets) / plan.micro_batches as f64;
                 let micro_gradients = take_gradients(&model, &mut loss.backward());
                 accumulate(&mut gradients, micro_gradients);
@@ -239,7 +238,7 @@ impl Training<'_> {
                     tokens: (step * plan.tokens) as u64,
                     training_time: charged,
                     tokens_per_second: (charged_steps * plan.tokens) as f64 / charged.as_secs_f64(),
-                    loader_state,
+                    dropped_percent,
                 });
             }
         }

@@ -159,7 +159,6 @@ fn a_step_moves_every_parameter_against_its_gradient() {
     let gradients = take_gradients(&model, &mut model.loss(tokens.clone(), tokens).backward());
     let before: BTreeMap<_, _> = parameters(&model).into_iter().map(|p| (p.name, p.value)).collect();
     let model = optimizer.step(model, gradients.clone(), Schedule { weight_decay: 0.0, ..SCHEDULE });
-    assert_eq!(optimizer.steps(), 1);
     for parameter in parameters(&model) {
         let change = parameter.value - before[&parameter.name].clone();
         let along = (change * gradients[&parameter.name].clone()).sum().into_scalar::<f32>();
@@ -170,15 +169,4 @@ fn a_step_moves_every_parameter_against_its_gradient() {
     let tokens = Tensor::<2, Int>::from_data(TensorData::new(ids, [1, 16]), &device);
     let gradients = take_gradients(&model, &mut model.loss(tokens.clone(), tokens).backward());
     assert_eq!(gradients.len(), before.len());
-}
-
-#[test]
-fn the_state_is_named_and_complete() {
-    let model = lively(&small(), &Device::flex());
-    let groups = Hyperparameters::for_profile(Profile::Cpu).parameter_groups(&model);
-    let optimizer = MuonAdamW::new(&model, &groups, FloatDType::F32).unwrap();
-    let names: Vec<String> = optimizer.state().into_iter().map(|entry| entry.name).collect();
-    for name in ["lm_head.weight.exp_avg", "x0_lambdas.exp_avg_sq", "32x32.momentum", "128x32.variance"] {
-        assert!(names.iter().any(|found| found == name), "{name} is not in {names:?}");
-    }
 }

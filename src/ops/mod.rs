@@ -1,6 +1,6 @@
 //! The few operations worth fusing: one differentiable function each for the model to call.
 //!
-//! Every operation has a default body of burn primitives, forward and backward ([`portable`]), right on every backend,
+//! Every operation has a default body of burn primitives, forward and backward (`portable`), right on every backend,
 //! and faster bodies where a backend has them (`flex`: the portable CPU backend). Shape legend: b batch, t time, c channels,
 //! h query heads, g key/value heads, d head dim, v vocabulary, n rows.
 

@@ -7,7 +7,7 @@ mod summary;
 use crate::checkpoint::{self, TensorFile, load_weights};
 use crate::config::Config;
 use crate::data::documents::Split;
-use crate::data::loader::{Loader, LoaderState};
+use crate::data::loader::Loader;
 use crate::data::packing::{Epochs, Packing};
 use crate::data::prepare::Prepared;
 use crate::data::tales;
@@ -17,7 +17,7 @@ use crate::model::{Gpt, GptConfig, Hyperparameters};
 use crate::optim::MuonAdamW;
 use crate::parameters::parameters;
 use crate::sample::Sampling;
-use crate::train::{BatchPlan, Limit, MonotonicClock, Outcome, Training};
+use crate::train::{BatchPlan, Limit, MonotonicClock, Training};
 use anyhow::{Context, Result, bail};
 use burn::module::Module;
 use burn::tensor::Device;
@@ -32,10 +32,6 @@ use summary::Summary;
 
 /// Name of the weights in a run's folder.
 const WEIGHTS: &str = "model.safetensors";
-/// Name of the optimizer's state in a run's folder.
-const OPTIMIZER: &str = "optimizer.safetensors";
-/// Name of the data loader's position in a run's folder.
-const LOADER: &str = "loader.json";
 /// Key of the model's sizes in the weights' header.
 const SIZES: &str = "gpt_config";
 
@@ -102,7 +98,6 @@ pub fn train(conditions: &Conditions) -> Result<PathBuf> {
     announce(&resolved, &model, &plan, folder.path());
 
     let mut progress = ProgressLine::new(flops_per_token, compute.peak_flops);
-    let mut dropped_percent = 0.0;
     let outcome = Training {
         model,
         optimizer: &mut optimizer,
@@ -127,10 +122,9 @@ pub fn train(conditions: &Conditions) -> Result<PathBuf> {
     let outcome = outcome?;
     // The rows are there no longer than needed: their threads would compete with the evaluation.
     drop(rows);
-    if let Some(state) = &outcome.loader_state {
-        dropped_percent = state.packer.dropped_percent();
-    }
-    save(&folder, &outcome, &optimizer)?;
+    let sizes = serde_json::to_string(&resolved.model)?;
+    let weights = folder.path().join(WEIGHTS);
+    checkpoint::write(&weights, &parameters(&outcome.model), HashMap::from([(SIZES.to_owned(), sizes)]))?;
 
     let inference = outcome.model.valid();
     let evaluation = evaluate_rows(&inference, &prepared, config.eval_tokens, &compute.device)?;
@@ -151,7 +145,7 @@ pub fn train(conditions: &Conditions) -> Result<PathBuf> {
         val_bytes: evaluation.bytes,
         val_bpb_upstream: evaluation.bpb_upstream(),
         bpb_floor: prepared.is_tales().then(tales::bpb_floor),
-        dropped_percent,
+        dropped_percent: outcome.dropped_percent,
         seed: config.seed,
         config: config_name.clone(),
         run_dir: folder.path().display().to_string(),
@@ -248,16 +242,6 @@ fn evaluate_rows(model: &Gpt, prepared: &Prepared, eval_tokens: usize, device: &
     let packing = Packing::new(sequence_len);
     let mut rows = Loader::new(documents, tokenizer.clone(), 1, packing, epochs, None)?;
     evaluate_bpb(model, &mut rows, &ByteLengths::of(tokenizer), device)
-}
-
-fn save(folder: &RunFolder, outcome: &Outcome, optimizer: &MuonAdamW) -> Result<()> {
-    let sizes = serde_json::to_string(outcome.model.config())?;
-    let metadata = HashMap::from([(SIZES.to_owned(), sizes)]);
-    checkpoint::write(&folder.path().join(WEIGHTS), &parameters(&outcome.model), metadata)?;
-    let metadata = HashMap::from([("steps".to_owned(), optimizer.steps().to_string())]);
-    checkpoint::write(&folder.path().join(OPTIMIZER), &optimizer.state(), metadata)?;
-    let state: Option<&LoaderState> = outcome.loader_state.as_deref();
-    folder.write_json(LOADER, &state)
 }
 
 fn announce(resolved: &Resolved, model: &Gpt, plan: &BatchPlan, run: &Path) {

@@ -106,7 +106,6 @@ pub fn forward(sizes: &Sizes, q: &[f32], k: &[f32], v: &[f32]) -> (Vec<f32>, Vec
     log_sum_exp.par_chunks_exact_mut(t).enumerate().for_each_init(
         || vec![0f32; QUERY_BLOCK * t],
         |scores, (task, log_sum_exp)| {
-            let shared = shared;
             let (batch, head) = (task / h, task % h);
             let key_head = head / (h / g);
             for block in sizes.blocks() {
@@ -140,7 +139,6 @@ pub fn backward(sizes: &Sizes, saved: &Saved, grad: &[f32]) -> [Vec<f32>; 3] {
     (0..b * g).into_par_iter().for_each_init(
         || [vec![0f32; QUERY_BLOCK * t], vec![0f32; QUERY_BLOCK * t]],
         |[weights, dweights], task| {
-            let (dq_shared, dk_shared, dv_shared) = (dq_shared, dk_shared, dv_shared);
             let (batch, key_head) = (task / g, task % g);
             let heads = key_head * (h / g)..(key_head + 1) * (h / g);
             for (head, block) in heads.flat_map(|head| sizes.blocks().map(move |block| (head, block))) {

@@ -170,18 +170,6 @@ impl Kernels for Flex {
     }
 }
 
-/// `n` elements of any value, for a caller that writes each before it reads any: clearing them first would cost as much
-/// as many of the kernels.
-fn uninitialised(n: usize) -> Vec<f32> {
-    let mut values = Vec::with_capacity(n);
-    // SAFETY: the capacity is n, and every bit pattern is an f32.
-    #[expect(clippy::uninit_vec)]
-    unsafe {
-        values.set_len(n)
-    };
-    values
-}
-
 fn last_axis(x: &Float) -> usize {
     let shape = x.shape();
     shape[shape.num_dims() - 1]

@@ -1,7 +1,6 @@
 //! Newton-Schulz iterations, a matrix to a thread; Gram matrices are symmetric, so only half of each is computed.
 
 use super::matrix::{Matrix, MatrixMut, Product};
-use super::uninitialised;
 use rayon::prelude::*;
 
 /// Symmetric products smaller than this are computed whole.
@@ -14,11 +13,7 @@ pub fn newton_schulz(x: &[f32], rows: usize, columns: usize, coefficients: &[[f3
     // With fewer matrices than threads, the products themselves are spread over threads.
     let parallel = x.len() / size.max(1) < rayon::current_num_threads();
     out.par_chunks_exact_mut(size).for_each_init(
-        || Buffers {
-            gram: uninitialised(side * side),
-            polynomial: uninitialised(side * side),
-            previous: uninitialised(size),
-        },
+        || Buffers { gram: vec![0f32; side * side], polynomial: vec![0f32; side * side], previous: vec![0f32; size] },
         |buffers, x| {
             let norm = x.iter().map(|&x| x as f64 * x as f64).sum::<f64>().sqrt() as f32;
             let scale = 1.0 / (norm * 1.02 + 1e-6);

@@ -1,13 +1,12 @@
 //! Normalisation, rotation and activation, row by row.
 
-use super::{TASK_ELEMENTS, math, uninitialised};
+use super::{TASK_ELEMENTS, math};
 use multiversion::multiversion;
 use rayon::prelude::*;
 
-/// Calls `kernel(first element, out)` for parts of the output that hold whole rows of `row` elements, in parallel; the
-/// kernel must write every element.
+/// Calls `kernel(first element, out)` for parts of the output that hold whole rows of `row` elements, in parallel.
 fn fill_rows(n: usize, row: usize, kernel: impl Fn(usize, &mut [f32]) + Sync) -> Vec<f32> {
-    let mut out = uninitialised(n);
+    let mut out = vec![0f32; n];
     let part = TASK_ELEMENTS.div_ceil(row) * row;
     out.par_chunks_mut(part).enumerate().for_each(|(i, out)| kernel(i * part, out));
     out
