@@ -65,11 +65,18 @@ impl Config {
     /// As [`Config::read`].
     pub fn parse(text: &str, name: &str) -> Result<Self> {
         let config: Self = toml::from_str(text).map_err(|error| {
-            let line = error.span().map(|span| text[..span.start].lines().count().max(1));
-            let place = line.map(|line| format!(" line {line}")).unwrap_or_default();
+            let span = error.span().unwrap_or_default();
+            let before = text.get(..span.start).unwrap_or_default();
+            let line = before.matches('\n').count() + 1;
+            let place = match text.get(span).unwrap_or_default() {
+                // A missing key has no place.
+                found if found.is_empty() || found.contains('\n') => format!(" line {line}"),
+                found => format!(" line {line}, at `{found}`"),
+            };
             let message = error.message().replace('\n', " ");
-            let keys = "profile, device, dataset, vocab_size, sequence_len, time_budget_seconds, uncharged_steps, eval_tokens, seed";
-            anyhow!("{name}{place}: {message}; hint: the keys are {keys}")
+            anyhow!(
+                "{name}{place}: {message}; hint: configs/cpu.toml shows every key; hyperparameters are in src/model.rs"
+            )
         })?;
         config.validate(name)?;
         Ok(config)

@@ -4,7 +4,7 @@ use autoresearch::cli::Cli;
 use autoresearch::output::say;
 use clap::Parser;
 use clap::error::ErrorKind;
-use std::io::Write;
+use std::io::{IsTerminal, Write};
 use std::process::ExitCode;
 
 // Training makes and drops large tensors all the time: the system's allocator gives their pages back each time.
@@ -31,7 +31,11 @@ fn main() -> ExitCode {
         }
     };
     let level = if cli.verbose { tracing::Level::DEBUG } else { tracing::Level::WARN };
-    let log = tracing_subscriber::fmt().with_max_level(level).with_writer(std::io::stderr).with_target(false);
+    let log = tracing_subscriber::fmt()
+        .with_max_level(level)
+        .with_writer(std::io::stderr)
+        .with_target(false)
+        .with_ansi(std::io::stderr().is_terminal());
     // The log complains about a closed standard error on standard error, which would panic.
     log.without_time().log_internal_errors(false).init();
     match cli.run() {

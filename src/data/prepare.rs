@@ -215,6 +215,14 @@ impl Prepared {
         &self.record.name
     }
 
+    /// What `--dataset` takes for this data set wherever the program is run: its name, or the folder's absolute path.
+    pub fn argument(&self) -> String {
+        match &self.record.corpus {
+            Some(folder) => folder.to_string_lossy().into_owned(),
+            None => self.record.name.clone(),
+        }
+    }
+
     /// The data set's folder in the cache.
     pub fn folder(&self) -> &Path {
         &self.folder

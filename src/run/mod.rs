@@ -93,7 +93,7 @@ pub fn train(conditions: &Conditions) -> Result<PathBuf> {
 
     let resolved = Resolved {
         config_name: config_name.clone(),
-        config: config.clone(),
+        config: Config { dataset: prepared.argument(), ..config.clone() },
         steps: conditions.steps,
         device: compute.name.clone(),
         dataset: prepared.name().to_owned(),

@@ -167,7 +167,7 @@ fn optimizer_steps(goldens: &Goldens, name: &str, description: &Description) -> 
         let mut total = None;
         for (micro_batch, golden_loss) in golden.losses.iter().enumerate() {
             let first = (step * micro_batches + micro_batch) * b;
-            let rows = tokens.clone().slice([first..first + b]);
+            let rows = tokens.clone().narrow(0, first, b);
             let (input, target) = (rows.clone().slice([0..b, 0..row - 1]), rows.slice([0..b, 1..row]));
             let loss = model.loss(input, target);
             let error = (loss.clone().into_scalar::<f32>() as f64 - golden_loss).abs();
