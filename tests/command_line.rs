@@ -440,7 +440,7 @@ fn a_batch_that_is_not_whole_names_the_nearest_that_are() {
 #[test]
 fn a_data_set_that_is_not_prepared_names_the_command() {
     let place = Place::new();
-    place.assert_refused(&SMOKE, &["tales", "autoresearch prepare --dataset tales"]);
+    place.assert_refused(&SMOKE, &["tales", "autoresearch prepare --dataset tales --vocab-size 1024"]);
     place
         .assert_refused(&["train", "--config", "ci.toml", "--dataset", "nosuch"], &["--dataset nosuch", "tinystories"]);
     place.assert_refused(&["prepare", "--dataset", "ci.toml"], &["ci.toml", "folder"]);
@@ -611,6 +611,11 @@ fn checkpoints_that_are_not_whole_are_refused() {
     // This rewrites the file without the header's sizes, so that only the shapes tell.
     change_tensor(&weights, "resid_lambdas", |bytes, _| (bytes[..4].to_vec(), vec![1]));
     refused(&["model.safetensors", "resid_lambdas", "[1]", "[2]"]);
+    fs::write(&weights, &weight_bytes).unwrap();
+    change_tensor(&weights, "lm_head.weight", |bytes, shape| (f32::NAN.to_le_bytes().repeat(bytes.len() / 4), shape));
+    let Finished { code, stdout, .. } = place.run(&["eval", "--checkpoint", text(&run)]);
+    assert!(code == Some(1) && stdout.starts_with("FAIL: val_bpb is NaN") && stdout.lines().count() == 1, "{stdout}");
+    place.ok(&["sample", "--checkpoint", text(&run), "--tokens", "3"]);
     fs::remove_file(&weights).unwrap();
     refused(&["no model.safetensors", "came to its end"]);
     fs::write(&weights, &weight_bytes).unwrap();

@@ -141,12 +141,6 @@ pub fn train(conditions: &Conditions) -> Result<PathBuf> {
     let inference = outcome.model.valid();
     let batch = plan.device_batch_size;
     let evaluation = evaluate_rows(&inference, &prepared, config.eval_tokens, batch, &compute.device)?;
-    if !evaluation.bpb().is_finite() {
-        bail!(
-            "FAIL: val_bpb is {}, expected a number; hint: the last steps diverged, a learning rate in src/model.rs may be too large",
-            evaluation.bpb()
-        );
-    }
     let summary = Summary {
         val_bpb: evaluation.bpb(),
         training_seconds: outcome.training_time.as_secs_f64(),
@@ -304,7 +298,14 @@ fn evaluate_rows(
 ) -> Result<Evaluation> {
     let sequence_len = model.config().sequence_len;
     let mut rows = validation_rows(prepared, batch_rows, eval_tokens / sequence_len, sequence_len)?;
-    evaluate_bpb(model, &mut rows, &ByteLengths::of(prepared.tokenizer()), device)
+    let evaluation = evaluate_bpb(model, &mut rows, &ByteLengths::of(prepared.tokenizer()), device)?;
+    let bpb = evaluation.bpb();
+    if !bpb.is_finite() {
+        bail!(
+            "FAIL: val_bpb is {bpb}, expected a number; hint: the last steps diverged, a learning rate in src/model.rs may be too large"
+        );
+    }
+    Ok(evaluation)
 }
 
 fn save(folder: &RunFolder, outcome: &Outcome, optimizer: &MuonAdamW) -> Result<()> {
