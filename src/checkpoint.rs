@@ -2,7 +2,7 @@
 
 use crate::atomic_file::write_atomically;
 use crate::parameters::{Parameter, parameters, with_values};
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, anyhow, bail};
 use burn::module::Module;
 use burn::tensor::{DType, Tensor, TensorData};
 use safetensors::tensor::{Dtype, SafeTensors, TensorView};
@@ -24,13 +24,11 @@ impl TensorFile {
     /// # Errors
     /// If it cannot be read, is damaged, or holds a type other than float32, bfloat16, float16, int32 or int64.
     pub fn read(path: &Path) -> Result<Self> {
-        let bytes = std::fs::read(path).with_context(|| format!("cannot read {}", path.display()))?;
-        Self::parse(&bytes).with_context(|| {
-            format!(
-                "{} is no whole safetensors file; hint: it may be damaged or cut off: write it anew",
-                path.display()
-            )
-        })
+        let hint = "hint: it may be missing, damaged or cut off: write it anew";
+        let name = path.display();
+        let bytes = std::fs::read(path).map_err(|error| anyhow!("{name}: cannot read it ({error}); {hint}"))?;
+        Self::parse(&bytes)
+            .map_err(|error| anyhow!("{name}: expected a whole safetensors file, found: {error:#}; {hint}"))
     }
 
     /// Reads the file's bytes.

@@ -4,6 +4,7 @@ use crate::config::Config;
 use crate::data::manifest::Manifest;
 use crate::data::prepare::{DEFAULT_DATASET, DEFAULT_VOCAB_SIZE, PrepareOptions, prepare};
 use crate::device::{ComputeDevice, DEVICE_NAMES};
+use crate::output::say;
 use crate::run::{self, Conditions};
 use crate::sample::Sampling;
 use crate::verify::{self, Goldens};
@@ -206,7 +207,7 @@ fn quickstart(cache_dir: Option<&Path>) -> Result<()> {
         vocab_size: config.vocab_size,
         ..PrepareOptions::default()
     };
-    prepare(&options, |line| println!("{line}"))?;
+    prepare(&options, |line| say(line))?;
     let run = run::train(&Conditions {
         config,
         config_name: "configs/cpu.toml".to_owned(),
@@ -215,15 +216,15 @@ fn quickstart(cache_dir: Option<&Path>) -> Result<()> {
         cache_dir: options.cache_dir,
     })?;
     let prompt = "Once upon a time";
-    println!("---\nA sample after \"{prompt}\":");
+    say(format_args!("---\nA sample after \"{prompt}\":"));
     let text = run::sample(&run, None, cache_dir, prompt, &Sampling::default())?;
-    println!("{prompt}{text}");
+    say(format_args!("{prompt}{text}"));
     let run = run.display();
-    println!(
+    say(format_args!(
         "---\nNext: edit src/model.rs and compare val_bpb:  cargo run --release -- train --config configs/cpu.toml\n      \
          more samples:  cargo run --release -- sample --checkpoint {run} --prompt \"...\"\n      \
          your own text: cargo run --release -- prepare --dataset FOLDER, then train --dataset FOLDER --vocab-size 8192"
-    );
+    ));
     Ok(())
 }
 
@@ -240,9 +241,9 @@ fn prepare_dataset(args: PrepareArgs) -> Result<()> {
         download_workers: args.download_workers,
         retrain_tokenizer: args.retrain_tokenizer,
     };
-    prepare(&options, |line| println!("{line}"))?;
+    prepare(&options, |line| say(line))?;
     let (dataset, vocab_size) = (options.dataset, options.vocab_size);
-    println!("ready; next: autoresearch train --dataset {dataset} --vocab-size {vocab_size}");
+    say(format_args!("ready; next: autoresearch train --dataset {dataset} --vocab-size {vocab_size}"));
     Ok(())
 }
 
@@ -286,13 +287,13 @@ fn sample(args: &SampleArgs) -> Result<()> {
     let sampling = Sampling { tokens, temperature, top_k, seed };
     let cache_dir = args.cache.cache_dir.as_deref();
     let text = run::sample(&args.checkpoint, args.device.as_deref(), cache_dir, &args.prompt, &sampling)?;
-    println!("{}{text}", args.prompt);
+    say(format_args!("{}{text}", args.prompt));
     Ok(())
 }
 
 fn verify_goldens(args: &VerifyArgs) -> Result<()> {
     let device = ComputeDevice::select(&args.device)?;
-    println!("device: {}", device.name);
+    say(format_args!("device: {}", device.name));
     let built_in;
     let folder = match &args.golden {
         Some(folder) => folder.clone(),
@@ -305,12 +306,17 @@ fn verify_goldens(args: &VerifyArgs) -> Result<()> {
     let (mut passed, mut failed) = (0, 0);
     goldens.verify(
         |check| {
-            println!("{check}");
+            say(&check);
             *(if check.passed() { &mut passed } else { &mut failed }) += 1;
         },
-        |case| println!("{case}: left out, it needs the corpus; hint: --corpus names its folder"),
+        |case| say(format_args!("{case}: left out, it needs the corpus; hint: --corpus names its folder")),
     )?;
-    println!("{passed} passed, {failed} failed");
+    say(format_args!("{passed} passed, {failed} failed"));
+    ensure!(
+        passed + failed > 0,
+        "{}: nothing was compared, every golden needs the corpus; hint: --corpus names its folder",
+        goldens.folder.display()
+    );
     ensure!(failed == 0, "{failed} golden values differ; hint: this device or its driver may compute wrong numbers");
     Ok(())
 }

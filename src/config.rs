@@ -3,9 +3,10 @@
 //! What keeps runs comparable is here (budget, data, vocabulary, context, evaluation, seed, device); what an experiment
 //! may turn is in `src/model.rs`.
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Result, anyhow, bail};
 use serde::{Deserialize, Serialize};
 use std::path::Path;
+use std::time::Duration;
 
 /// The kind of machine for which `src/model.rs` picks hyperparameters.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -52,8 +53,8 @@ impl Config {
     /// If it cannot be read, has an unknown, missing or ill-typed key, or a value out of range.
     pub fn read(path: &Path) -> Result<Self> {
         let name = path.display();
-        let text = std::fs::read_to_string(path).with_context(|| {
-            format!("cannot read the configuration {name}; hint: configs/ holds the ones that come along")
+        let text = std::fs::read_to_string(path).map_err(|error| {
+            anyhow!("{name}: cannot read the configuration ({error}); hint: configs/ holds the ones that come along")
         })?;
         Self::parse(&text, &name.to_string())
     }
@@ -64,11 +65,18 @@ impl Config {
     /// As [`Config::read`].
     pub fn parse(text: &str, name: &str) -> Result<Self> {
         let config: Self = toml::from_str(text).map_err(|error| {
-            let line = error.span().map(|span| text[..span.start].lines().count().max(1));
-            let place = line.map(|line| format!(" line {line}")).unwrap_or_default();
+            let span = error.span().unwrap_or_default();
+            let before = text.get(..span.start).unwrap_or_default();
+            let line = before.matches('\n').count() + 1;
+            let place = match text.get(span).unwrap_or_default() {
+                // A missing key has no place.
+                found if found.is_empty() || found.contains('\n') => format!(" line {line}"),
+                found => format!(" line {line}, at `{found}`"),
+            };
             let message = error.message().replace('\n', " ");
-            let keys = "profile, device, dataset, vocab_size, sequence_len, time_budget_seconds, uncharged_steps, eval_tokens, seed";
-            anyhow::anyhow!("{name}{place}: {message}; hint: the keys are {keys}")
+            anyhow!(
+                "{name}{place}: {message}; hint: configs/cpu.toml shows every key; hyperparameters are in src/model.rs"
+            )
         })?;
         config.validate(name)?;
         Ok(config)
@@ -91,9 +99,9 @@ impl Config {
                 self.eval_tokens
             );
         }
-        if !(self.time_budget_seconds.is_finite() && self.time_budget_seconds > 0.0) {
+        if Duration::try_from_secs_f64(self.time_budget_seconds).unwrap_or_default().is_zero() {
             bail!(
-                "{name}: time_budget_seconds must be a positive number, found {}; hint: 60 is the quick start's",
+                "{name}: time_budget_seconds must be a positive number of seconds below 1e19, found {}; hint: 60 is the quick start's",
                 self.time_budget_seconds
             );
         }

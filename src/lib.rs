@@ -10,6 +10,7 @@ pub mod eval;
 pub mod model;
 pub mod ops;
 pub mod optim;
+pub mod output;
 pub mod parameters;
 pub mod run;
 pub mod sample;

@@ -1,7 +1,10 @@
 //! Parses the command line, does what it asks, prints one error.
 
 use autoresearch::cli::Cli;
+use autoresearch::output::say;
 use clap::Parser;
+use clap::error::ErrorKind;
+use std::io::{IsTerminal, Write};
 use std::process::ExitCode;
 
 // Training makes and drops large tensors all the time: the system's allocator gives their pages back each time.
@@ -16,21 +19,55 @@ fn main() -> ExitCode {
     // of a step in clearing pages.
     // SAFETY: sets a number in mimalloc's options, which may be done at any time.
     unsafe { libmimalloc_sys::mi_option_set(PURGE_DELAY, -1) };
-    let cli = Cli::parse();
+    let cli = match Cli::try_parse() {
+        Ok(cli) => cli,
+        // Help and version are no errors; without a command there is only help to give.
+        Err(error) if !error.use_stderr() || error.kind() == ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand => {
+            error.exit()
+        }
+        Err(error) => {
+            print_error(&usage_error(&error.render().to_string()));
+            return ExitCode::from(2);
+        }
+    };
     let level = if cli.verbose { tracing::Level::DEBUG } else { tracing::Level::WARN };
-    let log = tracing_subscriber::fmt().with_max_level(level).with_writer(std::io::stderr).with_target(false);
-    log.without_time().init();
+    let log = tracing_subscriber::fmt()
+        .with_max_level(level)
+        .with_writer(std::io::stderr)
+        .with_target(false)
+        .with_ansi(std::io::stderr().is_terminal());
+    // The log complains about a closed standard error on standard error, which would panic.
+    log.without_time().log_internal_errors(false).init();
     match cli.run() {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             let message = format!("{error:#}");
             // A diverged run says FAIL on a line of its own, as its readers expect.
             if message.starts_with("FAIL") {
-                println!("{message}");
+                say(one_line(&message));
             } else {
-                eprintln!("error: {message}");
+                print_error(&message);
             }
             ExitCode::FAILURE
         }
     }
+}
+
+/// Prints one line, whoever may read it.
+fn print_error(message: &str) {
+    writeln!(std::io::stderr(), "error: {}", one_line(message)).ok();
+}
+
+/// `message` without the line ends and terminal codes that a file's name may hold.
+fn one_line(message: &str) -> String {
+    message.chars().map(|letter| if letter.is_control() { ' ' } else { letter }).collect()
+}
+
+/// What clap says about wrong arguments: its paragraphs are the error, maybe tips, and where there is help.
+fn usage_error(text: &str) -> String {
+    let text = text.trim().trim_start_matches("error: ");
+    let mut paragraphs = text.split("\n\n").map(|paragraph| paragraph.split_whitespace().collect::<Vec<_>>().join(" "));
+    let message = paragraphs.next().unwrap_or_default();
+    let tip = paragraphs.find_map(|paragraph| paragraph.strip_prefix("tip: ").map(str::to_owned));
+    format!("{message}; hint: {}", tip.as_deref().unwrap_or("--help lists what is possible"))
 }

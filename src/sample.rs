@@ -33,7 +33,7 @@ pub fn sample(model: &Gpt, tokenizer: &Tokenizer, prompt: &str, sampling: &Sampl
     let mut ids = vec![tokenizer.bos_id()];
     ids.extend(tokenizer.encode(prompt));
     let start = ids.len();
-    while ids.len() < start + sampling.tokens {
+    while ids.len() - start < sampling.tokens {
         let context = &ids[ids.len().saturating_sub(model.config().sequence_len)..];
         let next = draw(&next_logits(model, context, device), sampling, &mut rng);
         if next == tokenizer.bos_id() {

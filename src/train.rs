@@ -71,10 +71,12 @@ impl BatchPlan {
     /// If the total batch is not a multiple of a forward pass: names the nearest that are.
     pub fn new(hyperparameters: &Hyperparameters, sequence_len: usize) -> Result<Self> {
         let (total, rows) = (hyperparameters.total_batch_size, hyperparameters.device_batch_size);
-        let pass = rows * sequence_len;
+        let pass = rows.saturating_mul(sequence_len);
         if pass == 0 || total == 0 || !total.is_multiple_of(pass) {
             if pass == 0 {
-                bail!("device_batch_size must be at least 1, found {rows}; hint: see Hyperparameters in src/model.rs");
+                bail!(
+                    "device_batch_size and sequence_len must be at least 1, found {rows} and {sequence_len}; hint: see Hyperparameters in src/model.rs"
+                );
             }
             let below = total / pass * pass;
             let nearest = if below == 0 { format!("{pass}") } else { format!("{below} or {}", below + pass) };

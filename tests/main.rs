@@ -1,10 +1,14 @@
 //! The tests of the program as a whole, in one binary: each further one would link burn again.
 
+// The program from outside: commands, bad input, the files of a run.
+mod command_line;
+// The metric.
+mod evaluation;
+// Golden values, by the code behind `autoresearch verify`.
+mod goldens;
 // The model: what a position sees, sizes, initialisation, schedules.
 mod model;
 // The optimizer: update rules, groups, types.
 mod optimizer;
 // The training loop with a clock of its own.
 mod training;
-// The metric.
-mod evaluation;

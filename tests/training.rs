@@ -139,17 +139,3 @@ fn a_loss_that_is_no_number_ends_the_run_with_fail() {
     assert!(message.starts_with("FAIL: the loss is NaN at step 0"), "{message}");
     assert!(reports.is_empty());
 }
-
-#[test]
-fn a_total_batch_that_does_not_divide_names_the_nearest_that_do() {
-    let message = |device_batch_size, total| {
-        BatchPlan::new(&hyperparameters(device_batch_size, total), 16).unwrap_err().to_string()
-    };
-    let between = message(4, 100);
-    assert!(between.contains("total_batch_size 100") && between.contains("64 or 128"), "{between}");
-    let below = message(4, 10);
-    assert!(below.contains("nearest legal values are 64"), "{below}");
-    assert!(message(0, 64).contains("device_batch_size must be at least 1"));
-    let plan = BatchPlan::new(&hyperparameters(4, 192), 16).unwrap();
-    assert_eq!(plan, BatchPlan { device_batch_size: 4, micro_batches: 3, tokens: 192 });
-}

@@ -290,7 +290,7 @@ fn pack(
     let mut packer = Packer::resume(packing, epochs, state, buffered);
 
     loop {
-        let mut rows = Vec::with_capacity(batch_rows * packing.row_length);
+        let mut rows = Vec::new();
         let mut row_count = 0;
         while row_count < batch_rows && packer.pack_row(&mut next_refill, &mut rows)? {
             row_count += 1;

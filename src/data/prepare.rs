@@ -179,7 +179,8 @@ impl Prepared {
     pub fn open(dataset: &str, cache_dir: Option<&Path>, vocab_size: Option<usize>) -> Result<Self> {
         let (_, folder) = place(&Dataset::from_argument(dataset)?, cache_dir)?;
         let path = folder.join(RECORD);
-        let command = format!("autoresearch prepare --dataset {dataset}");
+        let vocabulary = vocab_size.map(|size| format!(" --vocab-size {size}")).unwrap_or_default();
+        let command = format!("autoresearch prepare --dataset {dataset}{vocabulary}");
         let text = match fs::read_to_string(&path) {
             Ok(text) => text,
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => bail!(
@@ -213,6 +214,14 @@ impl Prepared {
     /// The data set's name; of a folder, its last component and a hash of its path.
     pub fn name(&self) -> &str {
         &self.record.name
+    }
+
+    /// What `--dataset` takes for this data set wherever the program is run: its name, or the folder's absolute path.
+    pub fn argument(&self) -> String {
+        match &self.record.corpus {
+            Some(folder) => folder.to_string_lossy().into_owned(),
+            None => self.record.name.clone(),
+        }
     }
 
     /// The data set's folder in the cache.

@@ -1,7 +1,7 @@
 //! `runs/<id>/`: everything that one run leaves, written as it goes.
 
 use crate::atomic_file::write_atomically;
-use anyhow::{Context, Result, bail};
+use anyhow::{Result, anyhow, bail};
 use serde::Serialize;
 use std::fs::{self, File, OpenOptions};
 use std::io::Write;
@@ -12,6 +12,9 @@ use std::process::Command;
 const MODEL_SOURCE: &str = include_str!("../model.rs");
 /// The optimizer file as this program was built from it.
 const OPTIM_SOURCE: &str = include_str!("../optim.rs");
+
+/// Name of the file that gets a line for each step.
+const METRICS: &str = "metrics.jsonl";
 
 /// A run's own folder.
 #[derive(Debug)]
@@ -28,9 +31,9 @@ impl RunFolder {
     /// If the folder or a file in it cannot be written.
     pub fn create(root: &Path, config: &impl Serialize) -> Result<Self> {
         let path = new_folder(root)?;
-        let metrics = path.join("metrics.jsonl");
+        let metrics = path.join(METRICS);
         let opened = OpenOptions::new().create(true).append(true).open(&metrics);
-        let metrics = opened.with_context(|| format!("cannot write {}", metrics.display()))?;
+        let metrics = opened.map_err(|error| unwritable(&metrics, &error))?;
         let folder = Self { path, metrics };
         folder.write_json("config.json", config)?;
         folder.write("model.rs", MODEL_SOURCE.as_bytes())?;
@@ -50,7 +53,7 @@ impl RunFolder {
     /// If it cannot be written.
     pub fn append_metrics(&mut self, metrics: &impl Serialize) -> Result<()> {
         let line = serde_json::to_string(metrics)?;
-        writeln!(self.metrics, "{line}").with_context(|| format!("cannot write metrics in {}", self.path.display()))
+        writeln!(self.metrics, "{line}").map_err(|error| unwritable(&self.path.join(METRICS), &error))
     }
 
     /// Writes `value` to the file `name`, whole or not at all.
@@ -66,9 +69,14 @@ impl RunFolder {
     }
 }
 
+fn unwritable(path: &Path, error: &std::io::Error) -> anyhow::Error {
+    anyhow!("{}: cannot write the file ({error}); hint: check that there is free space", path.display())
+}
+
 fn new_folder(root: &Path) -> Result<PathBuf> {
     let hint = "hint: run in a folder that you may write to, or name one with --runs-dir";
-    fs::create_dir_all(root).with_context(|| format!("cannot make the folder {} for runs; {hint}", root.display()))?;
+    fs::create_dir_all(root)
+        .map_err(|error| anyhow!("{}: cannot make the folder for runs ({error}); {hint}", root.display()))?;
     let time = chrono::Local::now().format("%Y%m%d-%H%M%S");
     for attempt in 1..1000 {
         let id = if attempt == 1 { time.to_string() } else { format!("{time}-{attempt}") };
@@ -76,7 +84,7 @@ fn new_folder(root: &Path) -> Result<PathBuf> {
         match fs::create_dir(&path) {
             Ok(()) => return Ok(path),
             Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => {}
-            Err(error) => bail!("cannot make the run's folder {} ({error}); {hint}", path.display()),
+            Err(error) => bail!("{}: cannot make the run's folder ({error}); {hint}", path.display()),
         }
     }
     bail!("{} holds 999 runs of this second, expected fewer; {hint}", root.display())

@@ -15,10 +15,11 @@ use crate::device::{ComputeDevice, peak_host_memory_mib};
 use crate::eval::{ByteLengths, Evaluation, evaluate_bpb};
 use crate::model::{Gpt, GptConfig, Hyperparameters};
 use crate::optim::MuonAdamW;
+use crate::output::say;
 use crate::parameters::parameters;
 use crate::sample::Sampling;
 use crate::train::{BatchPlan, Limit, MonotonicClock, Training};
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, anyhow, bail};
 use burn::module::Module;
 use burn::tensor::Device;
 use folder::RunFolder;
@@ -58,6 +59,8 @@ struct Resolved {
     steps: Option<usize>,
     device: String,
     dataset: String,
+    /// Hash of the text that the tokenizer was trained on.
+    tokenizer: String,
     hyperparameters: Hyperparameters,
     model: GptConfig,
 }
@@ -81,13 +84,16 @@ pub fn train(conditions: &Conditions) -> Result<PathBuf> {
     let groups = hyperparameters.parameter_groups(&model);
     let mut optimizer = MuonAdamW::new(&model, &groups, compute.compute_type)?;
     let mut rows = training_rows(&prepared, &plan, config.sequence_len)?;
+    // Not only after hours of training.
+    require_validation_row(&prepared, config.sequence_len)?;
 
     let resolved = Resolved {
         config_name: config_name.clone(),
-        config: config.clone(),
+        config: Config { dataset: prepared.argument(), ..config.clone() },
         steps: conditions.steps,
         device: compute.name.clone(),
         dataset: prepared.name().to_owned(),
+        tokenizer: prepared.tokenizer().training_text_sha256().to_owned(),
         hyperparameters,
         model: sizes,
     };
@@ -151,7 +157,7 @@ pub fn train(conditions: &Conditions) -> Result<PathBuf> {
         run_dir: folder.path().display().to_string(),
     };
     folder.write_json("summary.json", &summary)?;
-    println!("{summary}");
+    say(&summary);
     Ok(folder.path().to_path_buf())
 }
 
@@ -171,12 +177,12 @@ pub fn evaluate(run: &Path, device: Option<&str>, cache_dir: Option<&Path>, eval
     }
     let device = &checkpoint.compute.device;
     let evaluation = evaluate_rows(&checkpoint.model, &checkpoint.prepared, tokens, device)?;
-    println!("---");
-    println!("val_bpb:          {:.6}", evaluation.bpb());
-    println!("val_bpb_upstream: {:.6}", evaluation.bpb_upstream());
-    println!("val_tokens:       {}", evaluation.tokens);
-    println!("val_bytes:        {}", evaluation.bytes);
-    println!("eval_seconds:     {:.1}", evaluation.duration.as_secs_f64());
+    say("---");
+    say(format_args!("val_bpb:          {:.6}", evaluation.bpb()));
+    say(format_args!("val_bpb_upstream: {:.6}", evaluation.bpb_upstream()));
+    say(format_args!("val_tokens:       {}", evaluation.tokens));
+    say(format_args!("val_bytes:        {}", evaluation.bytes));
+    say(format_args!("eval_seconds:     {:.1}", evaluation.duration.as_secs_f64()));
     Ok(())
 }
 
@@ -207,23 +213,41 @@ impl Checkpoint {
     fn open(run: &Path, device: Option<&str>, cache_dir: Option<&Path>) -> Result<Self> {
         let path = run.join("config.json");
         let hint = "hint: --checkpoint names a run's folder, such as runs/20260131-235900";
-        let text = std::fs::read_to_string(&path).with_context(|| format!("cannot read {}; {hint}", path.display()))?;
+        let text = std::fs::read_to_string(&path)
+            .map_err(|error| anyhow!("{}: expected a run's configuration ({error}); {hint}", path.display()))?;
         let resolved: Resolved = serde_json::from_str(&text)
-            .with_context(|| format!("{} is no run's configuration; {hint}", path.display()))?;
+            .map_err(|error| anyhow!("{}: expected a run's configuration, found: {error}; {hint}", path.display()))?;
         let weights = run.join(WEIGHTS);
         if !weights.exists() {
-            bail!("{} has no {WEIGHTS}, expected a run that came to its end; {hint}", run.display());
+            bail!("{}: expected a run that came to its end, found no {WEIGHTS}; {hint}", run.display());
         }
         let file = TensorFile::read(&weights)?;
+        // Before a model of these sizes takes memory.
+        let sizes = file.metadata.get(SIZES).and_then(|text| serde_json::from_str::<GptConfig>(text).ok());
+        if sizes.is_some_and(|sizes| sizes != resolved.model) {
+            bail!(
+                "{}: expected weights of the sizes in {}, found others; hint: both files must be of one run",
+                weights.display(),
+                path.display()
+            );
+        }
         let compute = ComputeDevice::select(device.unwrap_or(&resolved.config.device))?;
         let config = &resolved.config;
         let prepared = Prepared::open(&config.dataset, cache_dir, Some(config.vocab_size))?;
         if let Some(problem) = resolved.model.problem() {
             bail!("{}: these sizes make no model: {problem}; {hint}", path.display());
         }
+        if resolved.tokenizer != prepared.tokenizer().training_text_sha256()
+            || config.vocab_size != resolved.model.vocab_size
+        {
+            bail!(
+                "{}: expected the tokenizer that the run was trained with, found another in {}; hint: the data set was prepared anew since, train again",
+                path.display(),
+                prepared.folder().display()
+            );
+        }
         let model = Gpt::new(&resolved.model, compute.compute_type, 0, &compute.device);
-        let model = load_weights(model, &file.with_prefix(""))
-            .with_context(|| format!("{} does not fit this build's src/model.rs", weights.display()))?;
+        let model = load_weights(model, &file.with_prefix("")).with_context(|| weights.display().to_string())?;
         Ok(Self { resolved, compute, prepared, model })
     }
 }
@@ -234,39 +258,59 @@ fn training_rows(prepared: &Prepared, plan: &BatchPlan, sequence_len: usize) -> 
     Loader::new(documents, prepared.tokenizer().clone(), plan.device_batch_size, packing, Epochs::Repeat, None)
 }
 
+/// Makes sure that the validation text gives a row to evaluate.
+fn require_validation_row(prepared: &Prepared, sequence_len: usize) -> Result<()> {
+    if validation_rows(prepared, 1, sequence_len)?.next_batch()?.is_none() {
+        bail!(
+            "{}: expected validation text for at least one row of sequence_len {sequence_len} tokens, found less; hint: use more text or a shorter context",
+            prepared.name()
+        );
+    }
+    Ok(())
+}
+
+fn validation_rows(prepared: &Prepared, rows: usize, sequence_len: usize) -> Result<Loader> {
+    let documents = Arc::new(prepared.documents(Split::Validation)?);
+    let packing = Packing::new(sequence_len);
+    Loader::new(documents, prepared.tokenizer().clone(), 1, packing, Epochs::AtMost(rows), None)
+}
+
 fn evaluate_rows(model: &Gpt, prepared: &Prepared, eval_tokens: usize, device: &Device) -> Result<Evaluation> {
     let sequence_len = model.config().sequence_len;
-    let documents = Arc::new(prepared.documents(Split::Validation)?);
-    let epochs = Epochs::AtMost(eval_tokens / sequence_len);
-    let tokenizer = prepared.tokenizer();
-    let packing = Packing::new(sequence_len);
-    let mut rows = Loader::new(documents, tokenizer.clone(), 1, packing, epochs, None)?;
-    evaluate_bpb(model, &mut rows, &ByteLengths::of(tokenizer), device)
+    let mut rows = validation_rows(prepared, eval_tokens / sequence_len, sequence_len)?;
+    let evaluation = evaluate_bpb(model, &mut rows, &ByteLengths::of(prepared.tokenizer()), device)?;
+    let bpb = evaluation.bpb();
+    if !bpb.is_finite() {
+        bail!(
+            "FAIL: val_bpb is {bpb}, expected a number; hint: the last steps diverged, a learning rate in src/model.rs may be too large"
+        );
+    }
+    Ok(evaluation)
 }
 
 fn announce(resolved: &Resolved, model: &Gpt, plan: &BatchPlan, run: &Path) {
     let Resolved { config, hyperparameters, model: sizes, .. } = resolved;
-    println!("config:     {} (profile {:?})", resolved.config_name, config.profile);
-    println!("device:     {}", resolved.device);
-    println!("data set:   {}, vocabulary {}", resolved.dataset, config.vocab_size);
-    println!(
+    say(format_args!("config:     {} (profile {:?})", resolved.config_name, config.profile));
+    say(format_args!("device:     {}", resolved.device));
+    say(format_args!("data set:   {}, vocabulary {}", resolved.dataset, config.vocab_size));
+    say(format_args!(
         "model:      depth {}, width {}, {} heads, {} key/value heads, context {}, windows {}",
         hyperparameters.depth, sizes.n_embd, sizes.n_head, sizes.n_kv_head, sizes.sequence_len, sizes.window_pattern
-    );
+    ));
     let counts = model.parameter_counts();
     let kinds: Vec<String> = counts.iter().map(|(kind, count)| format!("{kind} {count}")).collect();
-    println!("parameters: {} ({})", counts.iter().map(|(_, count)| count).sum::<usize>(), kinds.join(", "));
-    println!("FLOPs:      {:.3e} a token", model.flops_per_token() as f64);
-    println!(
+    say(format_args!("parameters: {} ({})", counts.iter().map(|(_, count)| count).sum::<usize>(), kinds.join(", ")));
+    say(format_args!("FLOPs:      {:.3e} a token", model.flops_per_token() as f64));
+    say(format_args!(
         "batch:      {} tokens a step, {} forward passes of {} rows",
         plan.tokens, plan.micro_batches, plan.device_batch_size
-    );
+    ));
     match resolved.steps {
-        Some(steps) => println!("limit:      {steps} steps"),
-        None => println!(
+        Some(steps) => say(format_args!("limit:      {steps} steps")),
+        None => say(format_args!(
             "limit:      {} s of training, the first {} steps not counted",
             config.time_budget_seconds, config.uncharged_steps
-        ),
+        )),
     }
-    println!("run:        {}", run.display());
+    say(format_args!("run:        {}", run.display()));
 }

@@ -58,7 +58,7 @@ impl fmt::Display for Summary {
         ];
         write!(f, "---")?;
         for (key, value) in entries {
-            write!(f, "\n{:<18}{value}", format!("{key}:"))?;
+            write!(f, "\n{:<17} {value}", format!("{key}:"))?;
         }
         Ok(())
     }
@@ -95,5 +95,6 @@ mod tests {
         let familiar = "---\nval_bpb:          0.997900\ntraining_seconds: 300.1\ntotal_seconds:    325.9\npeak_vram_mb:     45060.2\n\
                         mfu_percent:      n/a\ntotal_tokens_M:   499.6\nnum_steps:        953\nnum_params_M:     50.3\ndepth:            8\n";
         assert!(summary.to_string().starts_with(familiar), "{summary}");
+        assert!(summary.to_string().contains("\ntokens_per_second: 5000\n"), "{summary}");
     }
 }

@@ -13,7 +13,7 @@ mod tokenizer;
 use crate::checkpoint::TensorFile;
 use crate::data::documents::{Documents, Split};
 use crate::data::prepare::folder_documents;
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, anyhow, bail, ensure};
 use burn::tensor::{Device, TensorData};
 use serde::de::DeserializeOwned;
 use std::fmt;
@@ -94,9 +94,8 @@ impl Goldens {
                 left_out(&case);
                 continue;
             }
-            for check in self.run(&case).with_context(|| format!("golden '{case}'"))? {
-                report(check);
-            }
+            let checks = self.run(&case).map_err(|error| unusable(&case, &error))?;
+            checks.into_iter().for_each(&mut report);
         }
         Ok(())
     }
@@ -104,8 +103,9 @@ impl Goldens {
     /// Names of the cases in the folder: its JSON files.
     fn cases(&self) -> Result<Vec<String>> {
         let folder = self.folder.display();
-        let entries = std::fs::read_dir(&self.folder)
-            .with_context(|| format!("cannot read the golden folder {folder}; hint: --golden names a folder"))?;
+        let entries = std::fs::read_dir(&self.folder).map_err(|error| {
+            anyhow!("{folder}: cannot read the golden folder ({error}); hint: --golden names a folder")
+        })?;
         let mut cases = Vec::new();
         for entry in entries {
             let path = entry?.path();
@@ -122,7 +122,7 @@ impl Goldens {
 
     fn run(&self, case: &str) -> Result<Vec<Check>> {
         let kind = case.split('-').next().unwrap_or(case);
-        match kind {
+        let checks = match kind {
             "tokenizer" => tokenizer::checks(self, case),
             "packing" => packing::checks(self, case),
             "run" => run::checks(self, case),
@@ -131,7 +131,9 @@ impl Goldens {
             _ => bail!(
                 "'{case}.json' is of no known kind; hint: names start with tokenizer-, packing-, model-, muon or run-"
             ),
-        }
+        }?;
+        ensure!(!checks.is_empty(), "it holds nothing to compare");
+        Ok(checks)
     }
 
     /// Documents of one split of the corpus.
@@ -155,23 +157,56 @@ impl Goldens {
     }
 }
 
-/// ‖a − b‖ / ‖b‖ over all elements.
-fn relative_error(found: &TensorData, golden: &TensorData) -> f64 {
+/// Why a golden cannot be compared, with a hint where there is none.
+fn unusable(case: &str, error: &anyhow::Error) -> anyhow::Error {
+    let message = format!("golden '{case}': {error:#}");
+    match message.contains("; hint: ") {
+        true => anyhow!(message),
+        false => anyhow!("{message}; hint: it may be damaged, tests/golden/ shows the form"),
+    }
+}
+
+/// ‖a − b‖ / ‖b‖ over all elements; ‖a‖ where b is zero.
+///
+/// # Errors
+/// If the two have other numbers of elements.
+fn relative_error(found: &TensorData, golden: &TensorData) -> Result<f64> {
     let (mut difference, mut norm) = (0.0, 0.0);
-    for (a, b) in paired(found, golden) {
+    for (a, b) in paired(found, golden)? {
         difference += (a - b).powi(2);
         norm += b.powi(2);
     }
-    difference.sqrt() / norm.sqrt()
+    Ok(if norm == 0.0 { difference.sqrt() } else { difference.sqrt() / norm.sqrt() })
 }
 
 /// Mean of |a − b| over all elements.
-fn mean_absolute_difference(found: &TensorData, golden: &TensorData) -> f64 {
+///
+/// # Errors
+/// If the two have other numbers of elements.
+fn mean_absolute_difference(found: &TensorData, golden: &TensorData) -> Result<f64> {
     let elements = golden.num_elements() as f64;
-    paired(found, golden).map(|(a, b)| (a - b).abs()).sum::<f64>() / elements
+    Ok(paired(found, golden)?.map(|(a, b)| (a - b).abs()).sum::<f64>() / elements)
 }
 
-fn paired<'a>(found: &'a TensorData, golden: &'a TensorData) -> impl Iterator<Item = (f64, f64)> + 'a {
-    assert_eq!(found.num_elements(), golden.num_elements(), "a golden has another number of elements");
-    found.iter::<f64>().zip(golden.iter::<f64>())
+fn paired<'a>(found: &'a TensorData, golden: &'a TensorData) -> Result<impl Iterator<Item = (f64, f64)> + 'a> {
+    let (computed, expected) = (found.shape(), golden.shape());
+    ensure!(
+        found.num_elements() == golden.num_elements(),
+        "a golden has the shape {expected:?}, this program computes {computed:?}"
+    );
+    Ok(found.iter::<f64>().zip(golden.iter::<f64>()))
+}
+
+/// The shape and the token ids of tensor `name` of `file`.
+///
+/// # Errors
+/// If it is not there, is empty or holds what is no id of a vocabulary of `vocab_size`.
+fn token_ids(file: &TensorFile, name: &str, vocab_size: usize) -> Result<(Vec<usize>, Vec<u32>)> {
+    let data = file.get(name)?;
+    ensure!(data.num_elements() > 0, "'{name}' is empty, found the shape {:?}", data.shape());
+    let ids = data.iter::<i64>().map(|id| match u32::try_from(id) {
+        Ok(id) if (id as usize) < vocab_size => Ok(id),
+        _ => bail!("'{name}' must hold ids below {vocab_size}, found {id}"),
+    });
+    Ok((data.shape().to_vec(), ids.collect::<Result<_>>()?))
 }

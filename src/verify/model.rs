@@ -1,14 +1,17 @@
 //! `model-*`: logits, losses and gradients of one batch; `model-*-optim`: eight optimizer steps.
 
-use super::{Check, Goldens, mean_absolute_difference, relative_error};
+use super::{Check, Goldens, mean_absolute_difference, relative_error, token_ids};
 use crate::checkpoint::{TensorFile, load_weights};
 use crate::config::Profile;
 use crate::model::{Gpt, GptConfig, Hyperparameters};
 use crate::optim::{MuonAdamW, Schedule};
 use crate::parameters::{parameters, take_gradients};
-use anyhow::{Result, bail};
-use burn::tensor::{FloatDType, Int, Tensor, activation};
+use anyhow::{Result, bail, ensure};
+use burn::tensor::{Device, FloatDType, Int, Tensor, TensorData, activation};
 use serde::Deserialize;
+
+/// Rotary tables of a longer context than this would be larger than any golden.
+const LONGEST_CONTEXT: usize = 1 << 20;
 
 #[derive(Deserialize)]
 struct Description {
@@ -48,6 +51,22 @@ pub(super) fn golden_model(goldens: &Goldens, config: &GptConfig, file: &TensorF
     if let Some(problem) = config.problem() {
         bail!("these sizes make no model: {problem}");
     }
+    // Before a model of wrong sizes takes all memory.
+    let (v, c) = (config.vocab_size, config.n_embd);
+    let shapes = [
+        ("param/transformer.wte.weight", vec![v, c]),
+        ("param/transformer.h.0.attn.c_q.weight", vec![c, c]),
+        ("param/resid_lambdas", vec![config.n_layer]),
+    ];
+    for (name, expected) in shapes {
+        let found = file.get(name)?.shape();
+        ensure!(found[..] == expected[..], "'{name}' has the shape {found:?}, its sizes say {expected:?}");
+    }
+    ensure!(
+        config.sequence_len <= LONGEST_CONTEXT,
+        "sequence_len must be at most {LONGEST_CONTEXT}, found {}",
+        config.sequence_len
+    );
     let model = Gpt::new(config, FloatDType::F32, 0, &goldens.device.clone().autodiff());
     load_weights(model, &file.with_prefix("param/"))
 }
@@ -65,16 +84,26 @@ fn single_batch(goldens: &Goldens, name: &str, description: &Description) -> Res
     check("window_sizes", differs(model.config().windows() != description.window_sizes), 0.0);
 
     let device = goldens.device.clone().autodiff();
-    let tokens =
-        |quantity: &str| -> Result<Tensor<2, Int>> { Ok(Tensor::from_data(file.get(quantity)?.clone(), &device)) };
+    let GptConfig { sequence_len, vocab_size, .. } = description.config;
+    let tokens = |quantity: &str| -> Result<Tensor<2, Int>> {
+        let (shape, ids) = token_ids(&file, quantity, vocab_size)?;
+        let [b, t] = shape[..] else { bail!("'{quantity}' must have two axes, found the shape {shape:?}") };
+        Ok(int_tensor(ids, [b, t], &device))
+    };
     let (input, target) = (tokens("input")?, tokens("target")?);
+    let ([b, t], targets) = (input.dims(), target.dims());
+    ensure!(
+        t <= sequence_len && targets == [b, t],
+        "'input' must be rows of at most {sequence_len} tokens and 'target' alike, found {:?} and {targets:?}",
+        [b, t]
+    );
     let hidden = model.hidden(input.clone());
-    let [b, t, c] = hidden.dims();
+    let [_, _, c] = hidden.dims();
     let logits = model.logits(hidden.reshape([b * t, c])).inner();
     let picked = target.clone().inner().reshape([b * t, 1]);
     let per_token = activation::log_softmax(logits.clone(), 1).gather(1, picked).neg();
-    check("logits", relative_error(&logits.into_data(), file.get("logits")?), 1e-4);
-    check("loss_per_token", relative_error(&per_token.into_data(), file.get("loss_per_token")?), 1e-4);
+    check("logits", relative_error(&logits.into_data(), file.get("logits")?)?, 1e-4);
+    check("loss_per_token", relative_error(&per_token.into_data(), file.get("loss_per_token")?)?, 1e-4);
 
     let loss = model.loss(input, target);
     let found = loss.clone().into_scalar::<f32>() as f64;
@@ -84,12 +113,17 @@ fn single_batch(goldens: &Goldens, name: &str, description: &Description) -> Res
         let name = parameter.name;
         let golden = file.get(&format!("grad/{name}"))?;
         let error = match gradients.get(&name) {
-            Some(gradient) => relative_error(&gradient.to_data(), golden),
+            Some(gradient) => relative_error(&gradient.to_data(), golden)?,
             None => f64::INFINITY,
         };
         check(&format!("grad {name}"), error, 1e-4);
     }
     Ok(checks)
+}
+
+fn int_tensor(ids: Vec<u32>, shape: [usize; 2], device: &Device) -> Tensor<2, Int> {
+    let ids: Vec<i32> = ids.into_iter().map(|id| id as i32).collect();
+    Tensor::from_data(TensorData::new(ids, shape), device)
 }
 
 /// Whether a gradient is what float32 leaves of a zero.
@@ -110,14 +144,26 @@ fn optimizer_steps(goldens: &Goldens, name: &str, description: &Description) -> 
     let groups = Hyperparameters::for_profile(Profile::H100).parameter_groups(&model);
     let mut optimizer = MuonAdamW::new(&model, &groups, FloatDType::F32)?;
     let device = goldens.device.clone().autodiff();
-    let tokens = file.get("tokens")?; // [steps, micro-batches, b, t + 1]
-    let [steps, micro_batches, b, row] = tokens.shape()[..] else {
-        bail!("'tokens' must have four axes, found {:?}", tokens.shape());
+    let GptConfig { sequence_len, vocab_size, .. } = description.config;
+    let (shape, ids) = token_ids(&file, "tokens", vocab_size)?; // [steps, micro-batches, b, t + 1]
+    let [steps, micro_batches, b, row] = shape[..] else {
+        bail!("'tokens' must have four axes, found the shape {shape:?}");
     };
-    let tokens = Tensor::<4, Int>::from_data(tokens.clone(), &device).reshape([steps * micro_batches * b, row]);
+    let golden_steps = &description.optimizer_steps.float32;
+    let losses: Vec<usize> = golden_steps.iter().map(|step| step.losses.len()).collect();
+    ensure!(
+        losses.len() <= steps && losses.iter().all(|&losses| losses == micro_batches),
+        "'tokens' has {steps} steps of {micro_batches} micro-batches, expected as many losses, found {losses:?}"
+    );
+    ensure!(
+        (2..=sequence_len + 1).contains(&row),
+        "'tokens' must be rows of 2 to {} tokens, found {row}",
+        sequence_len + 1
+    );
+    let tokens = int_tensor(ids, [steps * micro_batches * b, row], &device);
     let mut checks = Vec::new();
     let mut largest_loss_error = 0f64;
-    for (step, golden) in description.optimizer_steps.float32.iter().enumerate() {
+    for (step, golden) in golden_steps.iter().enumerate() {
         let mut total = None;
         for (micro_batch, golden_loss) in golden.losses.iter().enumerate() {
             let first = (step * micro_batches + micro_batch) * b;
@@ -156,7 +202,7 @@ fn optimizer_steps(goldens: &Goldens, name: &str, description: &Description) -> 
             let Some(golden) = golden_weights.get(parameter.name.as_str()) else {
                 bail!("there are tensors '{after}*', but none for '{}'", parameter.name);
             };
-            let error = mean_absolute_difference(&parameter.value.to_data(), golden);
+            let error = mean_absolute_difference(&parameter.value.to_data(), golden)?;
             total += error * golden.num_elements() as f64;
             elements += golden.num_elements();
             // One parameter may be further off than all in the mean: embeddings move by whole units a step.

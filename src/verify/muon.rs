@@ -2,8 +2,8 @@
 
 use super::{Check, Goldens, relative_error};
 use crate::optim::{Muon, muon_update};
-use anyhow::{Result, bail};
-use burn::tensor::{FloatDType, Tensor, TensorData};
+use anyhow::{Result, bail, ensure};
+use burn::tensor::{DType, FloatDType, Tensor, TensorData};
 use serde::Deserialize;
 use std::collections::BTreeMap;
 
@@ -24,14 +24,23 @@ pub(super) fn checks(goldens: &Goldens, name: &str) -> Result<Vec<Check>> {
         if settings.ns_steps != 5 {
             bail!("case '{case}' has {} orthogonalisation steps, this program takes 5", settings.ns_steps);
         }
-        let tensor = |quantity: &str| -> Result<Tensor<3>> {
-            Ok(Tensor::from_data(file.get(&format!("{case}/{quantity}"))?.clone(), &goldens.device))
+        let shape = match file.get(&format!("{case}/params"))?.shape()[..] {
+            [n, rows, columns] if n * rows * columns > 0 => [n, rows, columns],
+            ref other => bail!("'{case}/params' must have three axes, none empty, found the shape {other:?}"),
+        };
+        let [n, rows, columns] = shape;
+        let variance_shape = if rows >= columns { [n, rows, 1] } else { [n, 1, columns] };
+        let tensor = |quantity: &str, expected: [usize; 3]| -> Result<Tensor<3>> {
+            let data = file.get(&format!("{case}/{quantity}"))?;
+            let found = data.shape();
+            ensure!(found[..] == expected, "'{case}/{quantity}' must have the shape {expected:?}, found {found:?}");
+            Ok(Tensor::from_data(data.clone(), (&goldens.device, DType::F32)))
         };
         let update = muon_update(
-            tensor("params")?,
-            tensor("grads")?,
-            tensor("momentum")?,
-            tensor("second_momentum")?,
+            tensor("params", shape)?,
+            tensor("grads", shape)?,
+            tensor("momentum", shape)?,
+            tensor("second_momentum", variance_shape)?,
             &Muon {
                 lr: settings.lr,
                 momentum: settings.momentum,
@@ -47,7 +56,7 @@ pub(super) fn checks(goldens: &Goldens, name: &str) -> Result<Vec<Check>> {
             ("second_momentum_after", update.variance.into_data()),
         ];
         for (quantity, found) in found {
-            let error = relative_error(&found, file.get(&format!("{case}/{quantity}"))?);
+            let error = relative_error(&found, file.get(&format!("{case}/{quantity}"))?)?;
             checks.push(goldens.check(name, format!("{case} {quantity}"), error, 1e-4));
         }
     }

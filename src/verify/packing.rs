@@ -1,10 +1,10 @@
 //! `packing-*`: rows of packed documents.
 
 use super::tokenizer::{golden_tokenizer, split};
-use super::{Check, Goldens};
+use super::{Check, Goldens, token_ids};
 use crate::data::loader::Loader;
 use crate::data::packing::{Epochs, Packing};
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use serde::Deserialize;
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -32,10 +32,17 @@ pub(super) fn checks(goldens: &Goldens, name: &str) -> Result<Vec<Check>> {
             refill_documents: settings.tokenizer_batch,
             ..Packing::new(settings.seq_len)
         };
-        let mut loader = Loader::new(documents, tokenizer, settings.batch, packing, Epochs::Repeat, None)?;
-        let golden: Vec<u32> = file.get(&case)?.iter::<i64>().map(|id| id as u32).collect();
-        let mut differing = golden.len().abs_diff(settings.batches * settings.batch * packing.row_length);
-        for golden in golden.chunks(settings.batch * packing.row_length) {
+        let (shape, golden) = token_ids(&file, &case, tokenizer.vocab_size())?;
+        let Case { batch, batches, .. } = settings;
+        let expected = batches.checked_mul(batch).and_then(|rows| rows.checked_mul(packing.row_length));
+        ensure!(
+            expected == Some(golden.len()),
+            "'{case}' has the shape {shape:?}, expected {batches} times {batch} rows of {} tokens",
+            packing.row_length
+        );
+        let mut loader = Loader::new(documents, tokenizer, batch, packing, Epochs::Repeat, None)?;
+        let mut differing = 0;
+        for golden in golden.chunks(batch * packing.row_length) {
             let batch = loader.next_batch()?.context("the rows ended")?;
             differing += batch.rows.iter().zip(golden).filter(|(a, b)| a != b).count();
         }

@@ -12,7 +12,7 @@ use crate::model::{Gpt, GptConfig, Hyperparameters};
 use crate::optim::MuonAdamW;
 use crate::tokenizer::Tokenizer;
 use crate::train::{BatchPlan, Limit, MonotonicClock, Training};
-use anyhow::Result;
+use anyhow::{Result, ensure};
 use burn::module::Module;
 use burn::tensor::FloatDType;
 use serde::Deserialize;
@@ -55,12 +55,11 @@ struct LearningRates {
 pub(super) fn checks(goldens: &Goldens, name: &str) -> Result<Vec<Check>> {
     let description: Description = goldens.json(name)?;
     let model = golden_model(goldens, &description.config, &goldens.tensors(&format!("{name}-init"))?)?;
-    let run = Run {
-        goldens,
-        name,
-        tokenizer: Arc::new(golden_tokenizer(goldens, &description.tokenizer)?),
-        description: &description,
-    };
+    let tokenizer = Arc::new(golden_tokenizer(goldens, &description.tokenizer)?);
+    let (found, expected) = (tokenizer.vocab_size(), description.config.vocab_size);
+    ensure!(found == expected, "the tokenizer has a vocabulary of {found}, the model one of {expected}");
+    ensure!(description.steps > 0 && !description.loss.is_empty(), "expected at least one step and its loss");
+    let run = Run { goldens, name, tokenizer, description: &description };
     let mut checks = Vec::new();
     let at_init = run.evaluate(&model, &description.bpb_at_init)?;
     run.compare("bpb_at_init", &at_init, &description.bpb_at_init, 1e-4, &mut checks);
@@ -107,7 +106,7 @@ impl Run<'_> {
             weight_decay: rates.weight_decay,
             adam_betas: rates.adam_betas,
             device_batch_size: *batch,
-            total_batch_size: batch * grad_accum * config.sequence_len,
+            total_batch_size: batch.saturating_mul(*grad_accum).saturating_mul(config.sequence_len),
             ..Hyperparameters::for_profile(Profile::H100)
         };
         let groups = hyperparameters.parameter_groups(&model);

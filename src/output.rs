@@ -1,0 +1,25 @@
+//! Standard output: whoever reads it may go away (`| head -1`) without ending what is being done.
+
+use std::fmt::Display;
+use std::io::{ErrorKind, Write, stdout};
+use std::sync::Once;
+
+/// Prints a line.
+pub fn say(line: impl Display) {
+    write(format_args!("{line}\n"));
+}
+
+/// Prints `text` at once, without an end of line.
+pub fn show(text: impl Display) {
+    write(text);
+}
+
+fn write(text: impl Display) {
+    static WARNING: Once = Once::new();
+    let mut output = stdout().lock();
+    if let Err(error) = write!(output, "{text}").and_then(|()| output.flush())
+        && error.kind() != ErrorKind::BrokenPipe
+    {
+        WARNING.call_once(|| tracing::warn!("standard output cannot be written: {error}"));
+    }
+}
