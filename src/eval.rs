@@ -2,9 +2,10 @@
 
 use crate::data::loader::Loader;
 use crate::model::Gpt;
+use crate::ops;
 use crate::tokenizer::Tokenizer;
 use anyhow::{Result, bail};
-use burn::tensor::{Device, Int, Tensor, TensorData, activation};
+use burn::tensor::{Device, Int, Tensor, TensorData};
 use std::time::{Duration, Instant};
 
 /// Tokens that go through the model at once, or one row where that is longer.
@@ -142,7 +143,7 @@ pub fn input_and_targets(rows: &[u32], row_length: usize, device: &Device) -> (T
 fn token_losses(model: &Gpt, input: Tensor<2, Int>, targets: Tensor<2, Int>, vocab_size: usize) -> Result<Vec<f32>> {
     let hidden = model.hidden(input);
     let [b, t, c] = hidden.dims();
-    let (hidden, targets) = (hidden.reshape([b * t, c]), targets.reshape([b * t, 1]));
+    let (hidden, targets) = (hidden.reshape([b * t, c]), targets.reshape([b * t]));
     let mut losses = Vec::with_capacity(b * t);
     let chunk = (CHUNK_LOGITS / vocab_size).max(1);
     for start in (0..b * t).step_by(chunk) {
@@ -155,8 +156,7 @@ fn token_losses(model: &Gpt, input: Tensor<2, Int>, targets: Tensor<2, Int>, voc
                 end - start
             );
         }
-        let picked = activation::log_softmax(logits, 1).gather(1, targets.clone().slice([start..end, 0..1]));
-        let values = picked.neg().into_data_as::<f32>();
+        let values = ops::cross_entropy(logits, targets.clone().narrow(0, start, end - start)).into_data_as::<f32>();
         losses.extend(values.iter::<f32>());
     }
     Ok(losses)

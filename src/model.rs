@@ -367,8 +367,7 @@ impl Gpt {
 
     /// Softcapped logits in float32: hidden `[n, c]` to `[n, v]`.
     pub fn logits(&self, hidden: Tensor<2>) -> Tensor<2> {
-        let logits = cast_to(self.lm_head.forward(hidden), DType::F32);
-        (logits / SOFTCAP).tanh() * SOFTCAP
+        ops::softcap(cast_to(self.lm_head.forward(hidden), DType::F32), SOFTCAP)
     }
 
     /// Mean cross-entropy in nats of `targets` `[b, t]` after `tokens` `[b, t]`, `[1]`.

@@ -75,6 +75,16 @@ pub trait FusedOps: Backend {
         portable::softcap_cross_entropy::<Self>(hidden, weight, targets, cap)
     }
 
+    /// See [`softcap`].
+    fn softcap(x: FloatTensor<Self>, cap: f64) -> FloatTensor<Self> {
+        portable::softcap::<Self>(x, cap)
+    }
+
+    /// See [`cross_entropy`].
+    fn cross_entropy(logits: FloatTensor<Self>, targets: IntTensor<Self>) -> FloatTensor<Self> {
+        portable::cross_entropy::<Self>(logits, targets)
+    }
+
     /// See [`newton_schulz`].
     fn newton_schulz(x: FloatTensor<Self>, coefficients: Vec<(f64, f64, f64)>) -> FloatTensor<Self> {
         portable::newton_schulz::<Self>(x, coefficients)
@@ -259,6 +269,24 @@ pub fn softcap_cross_entropy(hidden: Tensor<2>, weight: Tensor<2>, targets: Tens
         targets.into_dispatch(),
         cap,
     ))
+}
+
+/// cap·tanh(x / cap), element by element. Source: Gemma Team 2024, "Gemma 2".
+pub fn softcap<const D: usize>(x: Tensor<D>, cap: f64) -> Tensor<D> {
+    Tensor::from_dispatch(Dispatch::softcap(x.into_dispatch(), cap))
+}
+
+/// Cross-entropy of each row in nats: log-sum-exp of its logits less the target's.
+///
+/// # Shapes
+/// `logits` `[n, v]`, `targets` `[n]`, to `[n]`.
+///
+/// # Panics
+/// If there is not one target a row.
+pub fn cross_entropy(logits: Tensor<2>, targets: Tensor<1, Int>) -> Tensor<1> {
+    let [n, _] = logits.dims();
+    assert_eq!(targets.dims(), [n], "cross_entropy: one target a row");
+    Tensor::from_dispatch(Dispatch::cross_entropy(logits.into_dispatch(), targets.into_dispatch()))
 }
 
 /// Newton-Schulz iterations x ← a·x + (b·G + c·G²)·x with G = x·xᵀ, or the like from the right where x is taller than

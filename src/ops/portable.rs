@@ -361,6 +361,20 @@ pub(super) fn softcap_cross_entropy_gradients<B: Backend>(
     (loss, [B::float_cat(dhidden, 0), to_dtype::<B>(dweight, weight_dtype)])
 }
 
+pub(super) fn softcap<B: Backend>(x: FloatTensor<B>, cap: f64) -> FloatTensor<B> {
+    B::float_mul_scalar(B::float_tanh(B::float_div_scalar(x, cap.into())), cap.into())
+}
+
+pub(super) fn cross_entropy<B: Backend>(logits: FloatTensor<B>, targets: IntTensor<B>) -> FloatTensor<B> {
+    let n = logits.shape()[0];
+    let targets = target_column::<B>(&targets, 0, n);
+    let target = B::float_gather(1, logits.clone(), targets); // [n, 1]
+    let max = B::float_max_dim(logits.clone(), 1);
+    let sum = B::float_sum_dim(B::float_exp(B::float_sub(logits, max.clone())), 1);
+    let losses = B::float_sub(B::float_add(max, B::float_log(sum)), target);
+    B::float_reshape(losses, Shape::from(vec![n]))
+}
+
 pub(super) fn newton_schulz<B: Backend>(x: FloatTensor<B>, coefficients: Vec<(f64, f64, f64)>) -> FloatTensor<B> {
     let shape = x.shape();
     // The Gram matrix of the shorter side: fewer operations.

@@ -176,6 +176,24 @@ fn loss_agrees_with_log_softmax_over_several_chunks() {
 }
 
 #[test]
+fn softcap_and_cross_entropy_agree_with_their_formulas() {
+    agree([[5, 70]], |[x]| softcap(x, 15.0), |[x]| (x / 15.0).tanh() * 15.0);
+    let targets = Tensor::<1, Int>::from_data([3, 0, 69, 7, 7], &Device::flex());
+    let plain = |[x]: [Tensor<2>; 1]| {
+        activation::log_softmax(x, 1).gather(1, targets.clone().reshape([5, 1])).reshape([5]).neg()
+    };
+    agree([[5, 70]], |[x]| cross_entropy(x, targets.clone()), plain);
+    let device = Device::flex();
+    let logits = Tensor::<2>::from_data(random(&[5, 70], 3), &device) * 10.0;
+    assert_close(
+        cross_entropy(logits.clone(), targets.clone()).into_data(),
+        plain([logits.clone()]).into_data(),
+        "rows",
+    );
+    assert_close(softcap(logits.clone(), 15.0).into_data(), ((logits / 15.0).tanh() * 15.0).into_data(), "softcap");
+}
+
+#[test]
 fn large_logits_stay_finite() {
     let device = Device::flex().autodiff();
     let hidden = (Tensor::<2>::from_data(random(&[4, 8], 1), &device) * 1e6).require_grad();

@@ -99,3 +99,15 @@ fn softcap_row(row: &mut [f32], target: usize, cap: f32, scale: Option<f32>) -> 
     }
     loss
 }
+
+/// Cross-entropy of each row of `logits` `[n, v]`.
+pub fn cross_entropy(logits: &[f32], targets: &[usize]) -> Vec<f32> {
+    #[multiversion(targets("x86_64+avx512f+avx512vl+avx2+fma", "x86_64+avx2+fma"))]
+    fn kernel(row: &[f32], target: usize) -> f32 {
+        let max = math::max(row);
+        let sum = math::sum(row.len(), |i| math::exp(row[i] - max));
+        max + sum.ln() - row[target]
+    }
+    let v = logits.len() / targets.len();
+    logits.par_chunks_exact(v).zip(targets).map(|(row, &target)| kernel(row, target)).collect()
+}

@@ -86,6 +86,23 @@ impl FusedOps for Flex {
         tensor(vec![loss], [1])
     }
 
+    fn softcap(x: Float, cap: f64) -> Float {
+        if !all_f32(&[&x]) {
+            return portable::softcap::<Self>(x, cap);
+        }
+        let x = x.to_contiguous();
+        tensor(rows::softcap(elements(&x), cap as f32), x.shape())
+    }
+
+    fn cross_entropy(logits: Float, targets: IntTensor<Self>) -> Float {
+        if !all_f32(&[&logits]) {
+            return portable::cross_entropy::<Self>(logits, targets);
+        }
+        let (logits, targets) = (logits.to_contiguous(), indices(targets));
+        let n = targets.len();
+        tensor(loss::cross_entropy(elements(&logits), &targets), [n])
+    }
+
     fn newton_schulz(x: Float, coefficients: Vec<(f64, f64, f64)>) -> Float {
         if !all_f32(&[&x]) {
             return portable::newton_schulz::<Self>(x, coefficients);

@@ -139,3 +139,15 @@ pub fn dot(x: &[f32], y: &[f32]) -> f32 {
     let sums: Vec<f32> = parts.map(|(x, y)| kernel(x, y)).collect();
     sums.into_iter().map(f64::from).sum::<f64>() as f32
 }
+
+/// cap·tanh(x / cap).
+pub fn softcap(x: &[f32], cap: f32) -> Vec<f32> {
+    #[multiversion(targets("x86_64+avx512f+avx512vl+avx2+fma", "x86_64+avx2+fma"))]
+    fn kernel(x: &[f32], cap: f32, out: &mut [f32]) {
+        let inverse = 1.0 / cap;
+        for (out, x) in out.iter_mut().zip(x) {
+            *out = cap * math::tanh(x * inverse);
+        }
+    }
+    fill_rows(x.len(), 1, |start, out| kernel(&x[start..start + out.len()], cap, out))
+}
