@@ -311,12 +311,6 @@ fn pack(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::data::parquet_shards::ParquetShards;
-    use crate::tokenizer::parse_tiktoken;
-    use serde_json::Value;
-    use std::collections::HashMap;
-    use std::path::{Path, PathBuf};
-
     /// One token per byte.
     struct Bytes;
 
@@ -528,65 +522,5 @@ mod tests {
         loader.next_batch().unwrap();
         drop(loader);
         assert_eq!((Arc::strong_count(&documents), Arc::strong_count(&encoder)), (1, 1));
-    }
-
-    /// A folder that an environment variable names, or a note that the test was left out.
-    fn folder(variable: &str) -> Option<PathBuf> {
-        let folder = std::env::var_os(variable).map(PathBuf::from);
-        if folder.is_none() {
-            eprintln!("left out: {variable} is not set");
-        }
-        folder
-    }
-
-    fn corpus(folder: &Path, split: &str) -> Arc<Documents> {
-        let shards = match split {
-            "train" => vec!["shard_00000.parquet", "shard_00001.parquet", "shard_00002.parquet"],
-            _ => vec!["shard_06542.parquet"],
-        };
-        let shards = shards.iter().map(|shard| folder.join(shard)).collect();
-        Arc::new(Documents::from_parquet(ParquetShards::open(shards, "text").unwrap()))
-    }
-
-    fn golden_tokenizer(folder: &Path, name: &str) -> Arc<Tokenizer> {
-        let ranks = std::fs::read_to_string(folder.join(format!("{name}.tiktoken"))).unwrap();
-        Arc::new(Tokenizer::from_ranks(parse_tiktoken(&ranks).unwrap(), String::new()))
-    }
-
-    #[test]
-    fn rows_equal_the_golden_ones() {
-        let (Some(golden), Some(corpus_folder)) = (folder("AUTORESEARCH_GOLDEN"), folder("AUTORESEARCH_CORPUS")) else {
-            return;
-        };
-        let cases = std::fs::read(golden.join("packing-1024.json")).unwrap();
-        let cases: HashMap<String, Value> = serde_json::from_slice(&cases).unwrap();
-        let tensors = std::fs::read(golden.join("packing-1024.safetensors")).unwrap();
-        let tensors = safetensors::SafeTensors::deserialize(&tensors).unwrap();
-        assert!(!cases.is_empty());
-        for (name, case) in cases {
-            let number = |key: &str| case[key].as_u64().unwrap() as usize;
-            let split = case["split"].as_str().unwrap();
-            let packing = Packing {
-                row_length: number("seq_len") + 1,
-                buffer_documents: number("buffer_size"),
-                refill_documents: number("tokenizer_batch"),
-            };
-            let epochs =
-                if split == "train" { Epochs::Repeat } else { Epochs::AtMost(number("batch") * number("batches")) };
-            let tokenizer = golden_tokenizer(&golden, case["tokenizer"].as_str().unwrap());
-            let documents = corpus(&corpus_folder, split);
-            eprintln!(
-                "{split} documents {} groups {:?}",
-                documents.len(),
-                documents.groups().take(4).collect::<Vec<_>>()
-            );
-            let mut loader = Loader::new(documents, tokenizer, number("batch"), packing, epochs, None).unwrap();
-            let found = rows(&batches(&mut loader, number("batches")));
-            let tensor = tensors.tensor(&name).unwrap();
-            let expected: Vec<u32> =
-                tensor.data().chunks(4).map(|bytes| u32::from_le_bytes(bytes.try_into().unwrap())).collect();
-            assert_eq!(tensor.shape(), [number("batch") * number("batches"), packing.row_length]);
-            assert!(found == expected, "{name}");
-        }
     }
 }

@@ -53,6 +53,21 @@ pub fn sum(n: usize, term: impl Fn(usize) -> f32) -> f32 {
     lanes.iter().sum::<f32>() + rest
 }
 
+/// Sum over i of `left[i] · right[i]` in float64.
+#[inline(always)]
+pub fn dot64(left: &[f32], right: &[f32]) -> f64 {
+    let mut lanes = [0f64; LANES];
+    let (left_chunks, right_chunks) = (left.chunks_exact(LANES), right.chunks_exact(LANES));
+    let rest: f64 =
+        left_chunks.remainder().iter().zip(right_chunks.remainder()).map(|(&x, &y)| x as f64 * y as f64).sum();
+    for (left, right) in left_chunks.zip(right_chunks) {
+        for ((total, &x), &y) in lanes.iter_mut().zip(left).zip(right) {
+            *total += x as f64 * y as f64;
+        }
+    }
+    lanes.iter().sum::<f64>() + rest
+}
+
 /// The largest of `values`; −∞ if there is none.
 #[inline(always)]
 pub fn max(values: &[f32]) -> f32 {

@@ -17,7 +17,7 @@ pub fn rms_norm(x: &[f32], c: usize) -> Vec<f32> {
     #[multiversion(targets("x86_64+avx512f+avx512vl+avx2+fma", "x86_64+avx2+fma"))]
     fn kernel(x: &[f32], out: &mut [f32], c: usize) {
         for (x, out) in x.chunks_exact(c).zip(out.chunks_exact_mut(c)) {
-            let scale = inverse_rms(x);
+            let scale = inverse_rms(x) as f32;
             for (out, x) in out.iter_mut().zip(x) {
                 *out = x * scale;
             }
@@ -32,7 +32,8 @@ pub fn rms_norm_backward(x: &[f32], grad: &[f32], c: usize) -> Vec<f32> {
     fn kernel(x: &[f32], grad: &[f32], out: &mut [f32], c: usize) {
         for ((x, grad), out) in x.chunks_exact(c).zip(grad.chunks_exact(c)).zip(out.chunks_exact_mut(c)) {
             let scale = inverse_rms(x);
-            let along = scale * scale * scale * math::sum(c, |i| x[i] * grad[i]) / c as f32;
+            let along = (scale * scale * scale * math::dot64(x, grad) / c as f64) as f32;
+            let scale = scale as f32;
             for ((out, x), grad) in out.iter_mut().zip(x).zip(grad) {
                 *out = grad * scale - x * along;
             }
@@ -44,10 +45,11 @@ pub fn rms_norm_backward(x: &[f32], grad: &[f32], c: usize) -> Vec<f32> {
     })
 }
 
+/// 1 / sqrt(mean(x²) + ε), in float64: the gradient's part along x is a difference of two nearly equal sums, and at the
+/// start of training nothing but that part moves the per-layer scalars.
 #[inline(always)]
-fn inverse_rms(x: &[f32]) -> f32 {
-    let mean_square = math::sum(x.len(), |i| x[i] * x[i]) / x.len() as f32;
-    1.0 / (mean_square + f32::EPSILON).sqrt()
+fn inverse_rms(x: &[f32]) -> f64 {
+    1.0 / (math::dot64(x, x) / x.len() as f64 + f32::EPSILON as f64).sqrt()
 }
 
 /// See [`crate::ops::rotary`]; `x` is `[b, t, h, d]`, `cos` and `sin` `[t, d / 2]`.
