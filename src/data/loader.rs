@@ -311,6 +311,7 @@ fn pack(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::data::parquet_shards::ParquetShards;
     /// One token per byte.
     struct Bytes;
 
