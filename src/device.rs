@@ -42,7 +42,17 @@ impl ComputeDevice {
 
     /// The fastest device whose backend is compiled in.
     fn fastest() -> Result<Self> {
-        let fastest = ["libtorch", "wgpu", "cpu", "libtorch:cpu"].into_iter().find_map(|name| Self::select(name).ok());
+        let compiled_in = |feature: bool, name: &'static str| feature.then_some(name);
+        let candidates = [
+            compiled_in(cfg!(feature = "tch"), "libtorch"),
+            compiled_in(cfg!(feature = "wgpu"), "wgpu"),
+            compiled_in(cfg!(feature = "flex"), "cpu"),
+            compiled_in(cfg!(feature = "tch"), "libtorch:cpu"),
+        ];
+        let fastest = candidates
+            .into_iter()
+            .flatten()
+            .find_map(|name| Self::select(name).inspect_err(|error| tracing::warn!("not used: {error}")).ok());
         match fastest {
             Some(device) => Ok(device),
             None => bail!(

@@ -2,6 +2,7 @@
 
 use autoresearch::cli::Cli;
 use autoresearch::output::say;
+use autoresearch::train::Diverged;
 use clap::Parser;
 use clap::error::ErrorKind;
 use std::io::{IsTerminal, Write};
@@ -42,8 +43,8 @@ fn main() -> ExitCode {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             let message = format!("{error:#}");
-            // A diverged run says FAIL on a line of its own, as its readers expect.
-            if message.starts_with("FAIL") {
+            // A diverged run says so where its readers look: on standard output.
+            if error.is::<Diverged>() {
                 say(one_line(&message));
             } else {
                 print_error(&message);

@@ -6,6 +6,7 @@ use crate::config::Profile;
 use crate::ops;
 use crate::optim::{ParameterGroup, UpdateRule};
 use crate::parameters::{Parameter, parameters};
+use anyhow::{Result, bail, ensure};
 use burn::module::{Module, Param};
 use burn::tensor::{DType, Device, Distribution, FloatDType, Int, Tensor, TensorData, activation};
 use rand::SeedableRng;
@@ -83,66 +84,32 @@ impl Hyperparameters {
     }
 
     /// The architecture for a sequence length and a vocabulary.
-    pub fn architecture(&self, sequence_len: usize, vocab_size: usize) -> GptConfig {
+    ///
+    /// # Errors
+    /// If the heads cannot be made, or [`GptConfig::problem`] finds something.
+    pub fn architecture(&self, sequence_len: usize, vocab_size: usize) -> Result<GptConfig> {
+        let hint = "hint: see Hyperparameters in src/model.rs";
+        ensure!(self.head_dim > 0, "head_dim must be at least 1, found 0; {hint}");
         let n_embd = (self.depth * self.aspect_ratio).next_multiple_of(self.head_dim);
         let n_head = n_embd / self.head_dim;
-        GptConfig {
+        let group = self.heads_per_kv_head;
+        ensure!(
+            group > 0 && n_head.is_multiple_of(group),
+            "heads_per_kv_head must divide the {n_head} heads, found {group}; {hint}"
+        );
+        let config = GptConfig {
             sequence_len,
             vocab_size,
             n_layer: self.depth,
             n_head,
-            n_kv_head: n_head / self.heads_per_kv_head,
+            n_kv_head: n_head / group,
             n_embd,
             window_pattern: self.window_pattern.clone(),
-        }
-    }
-
-    /// Learning rate multiplier at `progress` = spent share of the budget.
-    pub fn lr_multiplier(&self, progress: f64) -> f64 {
-        if progress < self.warmup_ratio {
-            progress / self.warmup_ratio
-        } else if progress < 1.0 - self.warmdown_ratio {
-            1.0
-        } else {
-            let left = (1.0 - progress) / self.warmdown_ratio;
-            left + (1.0 - left) * self.final_lr_fraction
-        }
-    }
-
-    /// Muon's momentum at optimizer step `step` (from 0).
-    pub fn muon_momentum(&self, step: usize) -> f64 {
-        let rise = (step as f64 / 300.0).min(1.0);
-        (1.0 - rise) * 0.85 + rise * 0.95
-    }
-
-    /// Muon's weight decay at `progress`.
-    pub fn weight_decay(&self, progress: f64) -> f64 {
-        self.weight_decay * (1.0 - progress)
-    }
-
-    /// Which update rule each parameter follows; every parameter must be in exactly one group.
-    pub fn parameter_groups(&self, model: &Gpt) -> Vec<ParameterGroup> {
-        // Learning rates of the AdamW groups were tuned at width 768 and scale with 1 / √width.
-        let width_scale = (model.config.n_embd as f64 / 768.0).powf(-0.5);
-        let adamw = |lr: f64, betas: (f64, f64)| UpdateRule::AdamW { lr, betas, eps: 1e-10, weight_decay: 0.0 };
-        let embedding = adamw(self.embedding_lr * width_scale, self.adam_betas);
-        let of = |prefix: &str| {
-            let names = parameters(model).into_iter().map(|parameter| parameter.name);
-            names.filter(|name| name.starts_with(prefix)).collect::<Vec<_>>()
         };
-        vec![
-            ParameterGroup::new(
-                "unembedding",
-                of("lm_head."),
-                adamw(self.unembedding_lr * width_scale, self.adam_betas),
-            ),
-            ParameterGroup::new("embedding", of("transformer.wte."), embedding.clone()),
-            ParameterGroup::new("value embeddings", of("value_embeds."), embedding),
-            ParameterGroup::new("residual scalars", of("resid_lambdas"), adamw(self.scalar_lr * 0.01, self.adam_betas)),
-            // The x0 scalars move fast: a longer memory keeps them steady.
-            ParameterGroup::new("x0 scalars", of("x0_lambdas"), adamw(self.scalar_lr, (0.96, 0.95))),
-            ParameterGroup::new("matrices", of("transformer.h."), UpdateRule::Muon { lr: self.matrix_lr, beta2: 0.95 }),
-        ]
+        match config.problem() {
+            Some(problem) => bail!("the model cannot be made: {problem}; {hint}"),
+            None => Ok(config),
+        }
     }
 }
 
@@ -227,6 +194,7 @@ impl Linear {
         let weight = cast_to(self.weight.val(), x.dtype());
         let [out, inputs] = weight.dims();
         let mut shape = x.dims();
+        assert_eq!(shape[D - 1], inputs, "a Linear of [{out}, {inputs}] got an input of the shape {shape:?}");
         let rows = shape.iter().product::<usize>() / inputs;
         shape[D - 1] = out;
         ops::project(x.reshape([rows, inputs]), weight).reshape(shape)
@@ -367,15 +335,20 @@ impl Gpt {
 
     /// Softcapped logits in float32: hidden `[n, c]` to `[n, v]`.
     pub fn logits(&self, hidden: Tensor<2>) -> Tensor<2> {
-        ops::softcap(cast_to(self.lm_head.forward(hidden), DType::F32), SOFTCAP)
+        let weight = cast_to(self.unembedding(), hidden.dtype());
+        ops::softcap(cast_to(ops::project(hidden, weight), DType::F32), SOFTCAP)
+    }
+
+    /// The output head `[v, c]`, the same for the training loss and for the logits that are evaluated.
+    fn unembedding(&self) -> Tensor<2> {
+        self.lm_head.weight.val()
     }
 
     /// Mean cross-entropy in nats of `targets` `[b, t]` after `tokens` `[b, t]`, `[1]`.
     pub fn loss(&self, tokens: Tensor<2, Int>, targets: Tensor<2, Int>) -> Tensor<1> {
         let hidden = self.hidden(tokens);
         let [b, t, c] = hidden.dims();
-        let weight = self.lm_head.weight.val();
-        ops::softcap_cross_entropy(hidden.reshape([b * t, c]), weight, targets.reshape([b * t]), SOFTCAP)
+        ops::softcap_cross_entropy(hidden.reshape([b * t, c]), self.unembedding(), targets.reshape([b * t]), SOFTCAP)
     }
 
     /// Floating-point operations of forward and backward for one token: 6 for each weight of a matrix product, and
@@ -482,4 +455,69 @@ fn rotary_tables(config: &GptConfig, dtype: DType, device: &Device) -> (Tensor<2
         Tensor::from_data(TensorData::new(values, [t, d / 2]), (&device.clone().inner(), dtype))
     };
     (table(f32::cos), table(f32::sin))
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Parameter groups
+// ---------------------------------------------------------------------------------------------------------------------
+
+impl Hyperparameters {
+    /// Which update rule each parameter follows; every parameter must be in exactly one group.
+    pub fn parameter_groups(&self, model: &Gpt) -> Vec<ParameterGroup> {
+        // Learning rates of the AdamW groups were tuned at width 768 and scale with 1 / √width.
+        let width_scale = (model.config.n_embd as f64 / 768.0).powf(-0.5);
+        let adamw = |lr: f64, betas: (f64, f64)| UpdateRule::AdamW { lr, betas, eps: 1e-10, weight_decay: 0.0 };
+        let embedding = adamw(self.embedding_lr * width_scale, self.adam_betas);
+        let all = parameters(model);
+        let of = |prefix: &str| {
+            let names = all.iter().map(|parameter| parameter.name.clone());
+            names.filter(|name| name.starts_with(prefix)).collect::<Vec<_>>()
+        };
+        // Muon takes matrices only: what else the layers hold needs a group of its own.
+        let matrices =
+            all.iter().filter(|parameter| parameter.name.starts_with("transformer.h.") && parameter.shape.len() == 2);
+        let matrices = matrices.map(|parameter| parameter.name.clone()).collect();
+        vec![
+            ParameterGroup::new(
+                "unembedding",
+                of("lm_head."),
+                adamw(self.unembedding_lr * width_scale, self.adam_betas),
+            ),
+            ParameterGroup::new("embedding", of("transformer.wte."), embedding.clone()),
+            ParameterGroup::new("value embeddings", of("value_embeds."), embedding),
+            ParameterGroup::new("residual scalars", of("resid_lambdas"), adamw(self.scalar_lr * 0.01, self.adam_betas)),
+            // The x0 scalars move fast: a longer memory keeps them steady.
+            ParameterGroup::new("x0 scalars", of("x0_lambdas"), adamw(self.scalar_lr, (0.96, 0.95))),
+            ParameterGroup::new("matrices", matrices, UpdateRule::Muon { lr: self.matrix_lr, beta2: 0.95 }),
+        ]
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Schedules
+// ---------------------------------------------------------------------------------------------------------------------
+
+impl Hyperparameters {
+    /// Learning rate multiplier at `progress` = spent share of the budget.
+    pub fn lr_multiplier(&self, progress: f64) -> f64 {
+        if progress < self.warmup_ratio {
+            progress / self.warmup_ratio
+        } else if progress < 1.0 - self.warmdown_ratio {
+            1.0
+        } else {
+            let left = (1.0 - progress) / self.warmdown_ratio;
+            left + (1.0 - left) * self.final_lr_fraction
+        }
+    }
+
+    /// Muon's momentum at optimizer step `step` (from 0).
+    pub fn muon_momentum(&self, step: usize) -> f64 {
+        let rise = (step as f64 / 300.0).min(1.0);
+        (1.0 - rise) * 0.85 + rise * 0.95
+    }
+
+    /// Muon's weight decay at `progress`.
+    pub fn weight_decay(&self, progress: f64) -> f64 {
+        self.weight_decay * (1.0 - progress)
+    }
 }

@@ -79,11 +79,18 @@ impl MuonAdamW {
             let mut by_shape: BTreeMap<[usize; 2], Vec<Parameter>> = BTreeMap::new();
             for name in &group.parameters {
                 let Some(parameter) = unassigned.remove(name) else {
-                    bail!(
-                        "optimizer group '{}' names '{name}', which is no parameter or already in a group; \
-                         hint: see parameter_groups in src/model.rs",
-                        group.name
-                    );
+                    let hint = "hint: see parameter_groups in src/model.rs";
+                    match groups.iter().find(|other| other.name != group.name && other.parameters.contains(name)) {
+                        Some(other) => bail!(
+                            "parameter '{name}' is in two optimizer groups, '{}' and '{}', expected one; {hint}",
+                            other.name,
+                            group.name
+                        ),
+                        None => bail!(
+                            "optimizer group '{}' names '{name}', which is no parameter or stands in it twice; {hint}",
+                            group.name
+                        ),
+                    }
                 };
                 match group.rule {
                     UpdateRule::AdamW { lr, betas, eps, weight_decay } => {
@@ -123,7 +130,8 @@ impl MuonAdamW {
         Ok(Self { units, step: 0, compute_type })
     }
 
-    /// `model` after one step. `gradients` are flat and by name; a parameter without one is treated as having zeros.
+    /// `model` after one step. `gradients` are flat and by name; a parameter without one is treated as having zeros,
+    /// with a warning at the first step.
     pub fn step<M: Module>(&mut self, model: M, mut gradients: BTreeMap<String, Tensor<1>>, schedule: Schedule) -> M {
         self.step += 1;
         let mut values: BTreeMap<String, Tensor<1>> =
@@ -131,7 +139,12 @@ impl MuonAdamW {
         for unit in &mut self.units {
             let mut operands = |name: &str| {
                 let value = values[name].clone();
-                let gradient = gradients.remove(name).unwrap_or_else(|| value.zeros_like());
+                let gradient = gradients.remove(name).unwrap_or_else(|| {
+                    if self.step == 1 {
+                        tracing::warn!("parameter '{name}' got no gradient; hint: nothing in src/model.rs uses it");
+                    }
+                    value.zeros_like()
+                });
                 (value, gradient)
             };
             match unit {

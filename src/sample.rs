@@ -13,7 +13,7 @@ pub struct Sampling {
     pub tokens: usize,
     /// Below 1 the likely tokens become likelier; 0 takes the likeliest.
     pub temperature: f64,
-    /// Only this many of the likeliest tokens are drawn from.
+    /// Only this many of the likeliest tokens are drawn from, at least 1.
     pub top_k: usize,
     /// Seed of the draws.
     pub seed: u64,
@@ -36,7 +36,8 @@ pub fn sample(model: &Gpt, tokenizer: &Tokenizer, prompt: &str, sampling: &Sampl
     while ids.len() - start < sampling.tokens {
         let context = &ids[ids.len().saturating_sub(model.config().sequence_len)..];
         let next = draw(&next_logits(model, context, device), sampling, &mut rng);
-        if next == tokenizer.bos_id() {
+        // BOS is the first of the special tokens, the last ids there are: each ends the document.
+        if next >= tokenizer.bos_id() {
             break;
         }
         ids.push(next);
@@ -60,7 +61,7 @@ fn next_logits(model: &Gpt, context: &[u32], device: &Device) -> Vec<f32> {
 fn draw(logits: &[f32], sampling: &Sampling, rng: &mut impl Rng) -> u32 {
     let mut likeliest: Vec<usize> = (0..logits.len()).collect();
     likeliest.sort_by(|&a, &b| logits[b].total_cmp(&logits[a]));
-    likeliest.truncate(sampling.top_k.max(1));
+    likeliest.truncate(sampling.top_k);
     if sampling.temperature <= 0.0 {
         return likeliest[0] as u32;
     }

@@ -7,7 +7,7 @@ use crate::optim::{MuonAdamW, Schedule};
 use crate::parameters::take_gradients;
 use anyhow::{Context, Result, bail};
 use burn::tensor::{Device, Tensor};
-use serde::Serialize;
+use serde::{Serialize, Serializer};
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
@@ -15,6 +15,11 @@ use std::time::{Duration, Instant};
 const LARGEST_LOSS: f64 = 100.0;
 /// Weight of the past in the smoothed loss.
 const SMOOTHING: f64 = 0.9;
+
+/// The training or what it led to is of no use: readers of a run's log look for the word FAIL.
+#[derive(Debug, thiserror::Error)]
+#[error("FAIL: {0}")]
+pub struct Diverged(pub String);
 
 /// Time since some fixed moment; tests pass one of their own.
 pub trait Clock {
@@ -79,9 +84,13 @@ impl BatchPlan {
                 );
             }
             let below = total / pass * pass;
-            let nearest = if below == 0 { format!("{pass}") } else { format!("{below} or {}", below + pass) };
+            let nearest = if below == 0 {
+                format!("value is {pass}")
+            } else {
+                format!("values are {below} or {}", below.saturating_add(pass))
+            };
             bail!(
-                "total_batch_size {total} is not a multiple of device_batch_size {rows} · sequence_len {sequence_len} = {pass} tokens; hint: the nearest legal values are {nearest}, see Hyperparameters in src/model.rs"
+                "total_batch_size {total} is not a multiple of device_batch_size {rows} · sequence_len {sequence_len} = {pass} tokens; hint: the nearest legal {nearest}, see Hyperparameters in src/model.rs"
             );
         }
         Ok(Self { device_batch_size: rows, micro_batches: total / pass, tokens: total })
@@ -102,15 +111,22 @@ pub struct StepReport {
     /// Factor of the learning rates.
     pub lr_multiplier: f64,
     /// Wall time of the step.
+    #[serde(rename = "duration_seconds", serialize_with = "seconds")]
     pub duration: Duration,
     /// Part of it in which training waited for data.
+    #[serde(rename = "data_wait_seconds", serialize_with = "seconds")]
     pub data_wait: Duration,
     /// Training tokens per second.
     pub tokens_per_second: f64,
     /// Pass over the training documents, from 1.
     pub epoch: usize,
     /// Budget left, where the limit is a time.
+    #[serde(skip)]
     pub remaining: Option<Duration>,
+}
+
+fn seconds<S: Serializer>(duration: &Duration, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.serialize_f64(duration.as_secs_f64())
 }
 
 /// What a run leaves.
@@ -154,7 +170,7 @@ impl Training<'_> {
     /// Trains until the limit is reached, calling `report` after each step.
     ///
     /// # Errors
-    /// If the loss is NaN, infinite or above 100 (a message that starts with `FAIL`), or the data cannot be read.
+    /// [`Diverged`] if the loss is NaN, infinite or above 100; others if the data cannot be read.
     pub fn run(self, mut report: impl FnMut(&StepReport) -> Result<()>) -> Result<Outcome> {
         let Self { mut model, optimizer, rows, hyperparameters, plan, limit, device, clock } = self;
         let autodiff = device.clone().autodiff();
@@ -174,7 +190,9 @@ impl Training<'_> {
             let mut gradients: BTreeMap<String, Tensor<1>> = BTreeMap::new();
             let mut losses: Option<Tensor<1>> = None;
             for _ in 0..plan.micro_batches {
-                let batch = rows.next_batch()?.context("the training data ended, expected rows without end")?;
+                let batch = rows
+                    .next_batch()?
+                    .context("the training data ended, expected rows without end; hint: prepare the data set again")?;
                 data_wait += batch.waited;
                 epoch = batch.epoch;
                 let (input, targets) = input_and_targets(&batch.rows, batch.row_length, &autodiff);
@@ -197,11 +215,11 @@ impl Training<'_> {
             model = optimizer.step(model, gradients, schedule);
             let loss = losses.context("a step has at least one forward pass")?.into_scalar::<f32>() as f64;
             if !loss.is_finite() || loss > LARGEST_LOSS {
-                bail!(
-                    "FAIL: the loss is {loss} at step {step}, expected a number up to {LARGEST_LOSS}; hint: a learning rate or an initialisation in src/model.rs may be too large"
-                );
+                bail!(Diverged(format!(
+                    "the loss is {loss} at step {step}, expected a number up to {LARGEST_LOSS}; hint: a learning rate or an initialisation in src/model.rs may be too large"
+                )));
             }
-            device.sync().map_err(|error| anyhow::anyhow!("the device failed at step {step}: {error:?}"))?;
+            device.sync().map_err(|error| anyhow::anyhow!("the device failed at step {step} ({error:?}); hint: its driver may have more to say, see the system's log"))?;
             let duration = clock.now().saturating_sub(start);
 
             let is_charged = match limit {

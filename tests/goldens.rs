@@ -1,7 +1,7 @@
 //! Golden values, through the code of `autoresearch verify`.
 
 use autoresearch::device::ComputeDevice;
-use autoresearch::verify::{Check, Goldens};
+use autoresearch::verify::{Check, Finding, Goldens};
 use safetensors::tensor::{SafeTensors, TensorView};
 use std::fs;
 use std::io::Write;
@@ -17,7 +17,12 @@ fn verify(folder: &Path, corpus: Option<PathBuf>) -> (Vec<Check>, Vec<String>) {
     let device = ComputeDevice::select("auto").unwrap().device;
     let goldens = Goldens { folder: folder.to_path_buf(), corpus, device };
     let (mut checks, mut left_out) = (Vec::new(), Vec::new());
-    goldens.verify(|check| checks.push(check), |case| left_out.push(case.to_owned())).unwrap();
+    let report = |finding| match finding {
+        Finding::Compared(check) => checks.push(check),
+        Finding::LeftOut { case, .. } => left_out.push(case),
+        Finding::Unusable(error) => panic!("{error}"),
+    };
+    goldens.verify(report).unwrap();
     (checks, left_out)
 }
 

@@ -155,8 +155,7 @@ fn a_bf16_model_keeps_its_residual_stream_and_embeddings_in_bf16_and_its_loss_in
 fn every_profile_has_a_legal_model_with_every_parameter_in_one_group() {
     for profile in [Profile::Halo, Profile::H100, Profile::Cpu, Profile::Ci] {
         let hyperparameters = Hyperparameters::for_profile(profile);
-        let config = hyperparameters.architecture(32, 300);
-        assert_eq!(config.problem(), None);
+        let config = hyperparameters.architecture(32, 300).unwrap();
         assert_eq!(config.n_embd, (hyperparameters.depth * 64).next_multiple_of(hyperparameters.head_dim));
         let model = Gpt::new(&config, FloatDType::F32, 1, &Device::flex());
         let groups = hyperparameters.parameter_groups(&model);
@@ -189,4 +188,11 @@ fn sizes_that_make_no_model_are_named() {
     assert!(problem(GptConfig { window_pattern: "SXL".to_owned(), ..small() }).contains("SXL"));
     assert!(problem(GptConfig { window_pattern: String::new(), ..small() }).contains("window_pattern"));
     assert_eq!(problem(small()), "");
+
+    let message = |hyperparameters: Hyperparameters| hyperparameters.architecture(32, 300).unwrap_err().to_string();
+    let usual = Hyperparameters::for_profile(Profile::Cpu);
+    assert!(message(Hyperparameters { head_dim: 0, ..usual.clone() }).contains("head_dim must be at least 1"));
+    assert!(message(Hyperparameters { heads_per_kv_head: 0, ..usual.clone() }).contains("found 0"));
+    assert!(message(Hyperparameters { heads_per_kv_head: 3, ..usual.clone() }).contains("divide the 4 heads"));
+    assert!(message(Hyperparameters { window_pattern: "x".to_owned(), ..usual }).contains("letters S and L"));
 }

@@ -139,9 +139,14 @@ fn groups_are_checked_when_the_optimizer_is_made() {
     assert_eq!(message(&groups), "");
     let missing = message(&groups[1..]);
     assert!(missing.contains("'lm_head.weight' is in no optimizer group"), "{missing}");
-    let twice: Vec<_> = groups.iter().chain(&groups[..1]).cloned().collect();
+    let again = ParameterGroup { name: "again", ..groups[0].clone() };
+    let twice: Vec<_> = groups.iter().cloned().chain([again]).collect();
     let twice = message(&twice);
-    assert!(twice.contains("'lm_head.weight'") && twice.contains("already in a group"), "{twice}");
+    assert!(twice.contains("'lm_head.weight' is in two optimizer groups, 'unembedding' and 'again'"), "{twice}");
+    let unknown = ParameterGroup { name: "unknown", parameters: vec!["nothing".to_owned()], ..groups[0].clone() };
+    let unknown: Vec<_> = groups.iter().cloned().chain([unknown]).collect();
+    let unknown = message(&unknown);
+    assert!(unknown.contains("group 'unknown' names 'nothing', which is no parameter"), "{unknown}");
     let mut vector = groups.clone();
     vector[3].rule = UpdateRule::Muon { lr: 0.1, beta2: 0.95 };
     let vector = message(&vector);

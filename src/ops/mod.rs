@@ -290,7 +290,7 @@ pub fn cross_entropy(logits: Tensor<2>, targets: Tensor<1, Int>) -> Tensor<1> {
 }
 
 /// Newton-Schulz iterations x ← a·x + (b·G + c·G²)·x with G = x·xᵀ, or the like from the right where x is taller than
-/// wide, one for each (a, b, c), after division by 1.02·‖x‖ + 1e-6. Not for training: no gradient is defined.
+/// wide, one for each (a, b, c), after division by 1.02·‖x‖ + 1e-6. For optimizers: its backward is not fused.
 ///
 /// # Shapes
 /// `x` `[n, rows, columns]`, to the same.

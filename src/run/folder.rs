@@ -90,15 +90,25 @@ fn new_folder(root: &Path) -> Result<PathBuf> {
     bail!("{} holds 999 runs of this second, expected fewer; {hint}", root.display())
 }
 
-/// The checked-out commit, with `-dirty` where tracked files differ from it; `unknown` outside a git repository.
+/// The commit of the sources that this program was built from, with `-dirty` where tracked files differ from it or the
+/// model or optimizer file from what was built; `unknown` where they are no git repository any more.
 fn commit() -> String {
+    let sources = Path::new(env!("CARGO_MANIFEST_DIR"));
     let git = |arguments: &[&str]| {
-        let output = Command::new("git").args(arguments).output().ok().filter(|output| output.status.success())?;
-        Some(String::from_utf8_lossy(&output.stdout).trim().to_owned())
+        let output = Command::new("git").current_dir(sources).args(arguments).output().ok()?;
+        output.status.success().then(|| String::from_utf8_lossy(&output.stdout).trim().to_owned())
     };
     let Some(commit) = git(&["rev-parse", "HEAD"]) else { return "unknown".to_owned() };
-    let dirty = git(&["status", "--porcelain", "--untracked-files=no"]).is_none_or(|changes| !changes.is_empty());
-    if dirty { format!("{commit}-dirty") } else { commit }
+    let changed = git(&["status", "--porcelain", "--untracked-files=no"]).is_none_or(|changes| !changes.is_empty());
+    let is_built =
+        |name: &str, built: &str| fs::read_to_string(sources.join("src").join(name)).is_ok_and(|now| now == built);
+    let is_current = is_built("model.rs", MODEL_SOURCE) && is_built("optim.rs", OPTIM_SOURCE);
+    if changed || !is_current { format!("{commit}-dirty") } else { commit }
+}
+
+/// Whether the run in `run` was made with the model file that this program was built from.
+pub fn has_this_model(run: &Path) -> bool {
+    fs::read_to_string(run.join("model.rs")).is_ok_and(|then| then == MODEL_SOURCE)
 }
 
 #[cfg(test)]

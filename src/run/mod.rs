@@ -18,7 +18,7 @@ use crate::optim::MuonAdamW;
 use crate::output::say;
 use crate::parameters::parameters;
 use crate::sample::Sampling;
-use crate::train::{BatchPlan, Limit, MonotonicClock, Training};
+use crate::train::{BatchPlan, Diverged, Limit, MonotonicClock, Training};
 use anyhow::{Context, Result, anyhow, bail};
 use burn::module::Module;
 use burn::tensor::Device;
@@ -75,10 +75,7 @@ pub fn train(conditions: &Conditions) -> Result<PathBuf> {
     let compute = ComputeDevice::select(&config.device)?;
     let hyperparameters = Hyperparameters::for_profile(config.profile);
     let plan = BatchPlan::new(&hyperparameters, config.sequence_len)?;
-    let sizes = hyperparameters.architecture(config.sequence_len, config.vocab_size);
-    if let Some(problem) = sizes.problem() {
-        bail!("the model cannot be made: {problem}; hint: see Hyperparameters in src/model.rs and {config_name}");
-    }
+    let sizes = hyperparameters.architecture(config.sequence_len, config.vocab_size)?;
     let prepared = Prepared::open(&config.dataset, conditions.cache_dir.as_deref(), Some(config.vocab_size))?;
     let model = Gpt::new(&sizes, compute.compute_type, config.seed, &compute.device.clone().autodiff());
     let groups = hyperparameters.parameter_groups(&model);
@@ -221,6 +218,13 @@ impl Checkpoint {
         if !weights.exists() {
             bail!("{}: expected a run that came to its end, found no {WEIGHTS}; {hint}", run.display());
         }
+        if !folder::has_this_model(run) {
+            let (then, now) = (run.join("model.rs"), "src/model.rs");
+            tracing::warn!(
+                "{now} is not what this run was trained with; hint: copy {} over it and build again",
+                then.display()
+            );
+        }
         let file = TensorFile::read(&weights)?;
         // Before a model of these sizes takes memory.
         let sizes = file.metadata.get(SIZES).and_then(|text| serde_json::from_str::<GptConfig>(text).ok());
@@ -281,21 +285,27 @@ fn evaluate_rows(model: &Gpt, prepared: &Prepared, eval_tokens: usize, device: &
     let evaluation = evaluate_bpb(model, &mut rows, &ByteLengths::of(prepared.tokenizer()), device)?;
     let bpb = evaluation.bpb();
     if !bpb.is_finite() {
-        bail!(
-            "FAIL: val_bpb is {bpb}, expected a number; hint: the last steps diverged, a learning rate in src/model.rs may be too large"
-        );
+        bail!(Diverged(format!(
+            "val_bpb is {bpb}, expected a number; hint: the last steps diverged, a learning rate in src/model.rs may be too large"
+        )));
     }
     Ok(evaluation)
 }
 
 fn announce(resolved: &Resolved, model: &Gpt, plan: &BatchPlan, run: &Path) {
     let Resolved { config, hyperparameters, model: sizes, .. } = resolved;
-    say(format_args!("config:     {} (profile {:?})", resolved.config_name, config.profile));
+    say(format_args!("config:     {}", resolved.config_name));
     say(format_args!("device:     {}", resolved.device));
     say(format_args!("data set:   {}, vocabulary {}", resolved.dataset, config.vocab_size));
+    let windows: Vec<String> = sizes.windows().iter().map(usize::to_string).collect();
     say(format_args!(
         "model:      depth {}, width {}, {} heads, {} key/value heads, context {}, windows {}",
-        hyperparameters.depth, sizes.n_embd, sizes.n_head, sizes.n_kv_head, sizes.sequence_len, sizes.window_pattern
+        hyperparameters.depth,
+        sizes.n_embd,
+        sizes.n_head,
+        sizes.n_kv_head,
+        sizes.sequence_len,
+        windows.join(" ")
     ));
     let counts = model.parameter_counts();
     let kinds: Vec<String> = counts.iter().map(|(kind, count)| format!("{kind} {count}")).collect();

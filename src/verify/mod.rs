@@ -11,8 +11,10 @@ mod run;
 mod tokenizer;
 
 use crate::checkpoint::TensorFile;
+use crate::config::Profile;
 use crate::data::documents::{Documents, Split};
 use crate::data::prepare::folder_documents;
+use crate::model::Hyperparameters;
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use burn::tensor::{Device, TensorData};
 use serde::de::DeserializeOwned;
@@ -49,11 +51,76 @@ impl Check {
     }
 }
 
+impl Check {
+    fn new(case: &str, quantity: impl Into<String>, error: f64, tolerance: f64) -> Self {
+        Self { case: case.to_owned(), quantity: quantity.into(), error, tolerance }
+    }
+}
+
 impl fmt::Display for Check {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { case, quantity, error, tolerance } = self;
         let verdict = if self.passed() { "pass" } else { "fail" };
         write!(f, "{case}: {quantity}: error {error:.2e}, tolerance {tolerance:.0e}: {verdict}")
+    }
+}
+
+/// What comes of a golden.
+#[derive(Debug)]
+pub enum Finding {
+    /// A value was compared.
+    Compared(Check),
+    /// The golden was not looked at.
+    LeftOut {
+        /// Its name.
+        case: String,
+        /// Why.
+        reason: &'static str,
+    },
+    /// The golden could not be compared; the error names it.
+    Unusable(anyhow::Error),
+}
+
+/// The kinds of goldens.
+#[derive(Clone, Copy)]
+enum Kind {
+    Tokenizer,
+    Packing,
+    Model,
+    Muon,
+    Run,
+}
+
+impl Kind {
+    fn of(case: &str) -> Option<Self> {
+        let kinds = [
+            ("tokenizer-", Self::Tokenizer),
+            ("packing-", Self::Packing),
+            ("model-", Self::Model),
+            ("muon", Self::Muon),
+            ("run-", Self::Run),
+        ];
+        kinds.into_iter().find_map(|(prefix, kind)| case.starts_with(prefix).then_some(kind))
+    }
+
+    fn needs_corpus(self) -> bool {
+        matches!(self, Self::Tokenizer | Self::Packing | Self::Run)
+    }
+}
+
+/// The hyperparameters that the goldens were made with, whatever an experiment has made of `src/model.rs`.
+fn reference_hyperparameters() -> Hyperparameters {
+    Hyperparameters {
+        embedding_lr: 0.6,
+        unembedding_lr: 0.004,
+        matrix_lr: 0.04,
+        scalar_lr: 0.5,
+        weight_decay: 0.2,
+        adam_betas: (0.8, 0.95),
+        warmup_ratio: 0.0,
+        warmdown_ratio: 0.5,
+        final_lr_fraction: 0.0,
+        ..Hyperparameters::for_profile(Profile::H100)
     }
 }
 
@@ -82,20 +149,26 @@ pub struct Goldens {
 }
 
 impl Goldens {
-    /// Runs every case, calling `report` for each comparison as it is made and `left_out` for each case that needs the
-    /// corpus while none is given.
+    /// Runs every case and calls `report` with what comes of it, a case at a time.
     ///
     /// # Errors
-    /// If the folder or one of its files cannot be read or is of no known kind.
-    pub fn verify(&self, mut report: impl FnMut(Check), mut left_out: impl FnMut(&str)) -> Result<()> {
+    /// If the folder cannot be read or holds no goldens.
+    pub fn verify(&self, mut report: impl FnMut(Finding)) -> Result<()> {
         for case in self.cases()? {
-            let needs_corpus = ["tokenizer-", "packing-", "run-"].iter().any(|kind| case.starts_with(kind));
-            if needs_corpus && self.corpus.is_none() {
-                left_out(&case);
+            let Some(kind) = Kind::of(&case) else {
+                let reason =
+                    "its name is of no known kind; hint: names start with tokenizer-, packing-, model-, muon or run-";
+                report(Finding::LeftOut { case, reason });
+                continue;
+            };
+            if kind.needs_corpus() && self.corpus.is_none() {
+                report(Finding::LeftOut { case, reason: "it needs the corpus; hint: --corpus names its folder" });
                 continue;
             }
-            let checks = self.run(&case).map_err(|error| unusable(&case, &error))?;
-            checks.into_iter().for_each(&mut report);
+            match self.run(kind, &case) {
+                Ok(checks) => checks.into_iter().map(Finding::Compared).for_each(&mut report),
+                Err(error) => report(Finding::Unusable(unusable(&case, &error))),
+            }
         }
         Ok(())
     }
@@ -120,17 +193,13 @@ impl Goldens {
         Ok(cases)
     }
 
-    fn run(&self, case: &str) -> Result<Vec<Check>> {
-        let kind = case.split('-').next().unwrap_or(case);
+    fn run(&self, kind: Kind, case: &str) -> Result<Vec<Check>> {
         let checks = match kind {
-            "tokenizer" => tokenizer::checks(self, case),
-            "packing" => packing::checks(self, case),
-            "run" => run::checks(self, case),
-            "model" => model::checks(self, case),
-            kind if kind.starts_with("muon") => muon::checks(self, case),
-            _ => bail!(
-                "'{case}.json' is of no known kind; hint: names start with tokenizer-, packing-, model-, muon or run-"
-            ),
+            Kind::Tokenizer => tokenizer::checks(self, case),
+            Kind::Packing => packing::checks(self, case),
+            Kind::Run => run::checks(self, case),
+            Kind::Model => model::checks(self, case),
+            Kind::Muon => muon::checks(self, case),
         }?;
         ensure!(!checks.is_empty(), "it holds nothing to compare");
         Ok(checks)
@@ -150,10 +219,6 @@ impl Goldens {
 
     fn tensors(&self, name: &str) -> Result<TensorFile> {
         TensorFile::read(&self.folder.join(format!("{name}.safetensors")))
-    }
-
-    fn check(&self, case: &str, quantity: impl Into<String>, error: f64, tolerance: f64) -> Check {
-        Check { case: case.to_owned(), quantity: quantity.into(), error, tolerance }
     }
 }
 

@@ -1,9 +1,8 @@
 //! `model-*`: logits, losses and gradients of one batch; `model-*-optim`: eight optimizer steps.
 
-use super::{Check, Goldens, mean_absolute_difference, relative_error, token_ids};
+use super::{Check, Goldens, mean_absolute_difference, reference_hyperparameters, relative_error, token_ids};
 use crate::checkpoint::{TensorFile, load_weights};
-use crate::config::Profile;
-use crate::model::{Gpt, GptConfig, Hyperparameters};
+use crate::model::{Gpt, GptConfig};
 use crate::optim::{MuonAdamW, Schedule};
 use crate::parameters::{parameters, take_gradients};
 use anyhow::{Result, bail, ensure};
@@ -75,7 +74,7 @@ fn single_batch(goldens: &Goldens, name: &str, description: &Description) -> Res
     let file = goldens.tensors(name)?;
     let model = golden_model(goldens, &description.config, &file)?;
     let mut checks = Vec::new();
-    let mut check = |quantity: &str, error, tolerance| checks.push(goldens.check(name, quantity, error, tolerance));
+    let mut check = |quantity: &str, error, tolerance| checks.push(Check::new(name, quantity, error, tolerance));
 
     let differs = |found: bool| if found { 1.0 } else { 0.0 };
     check("flops_per_token", differs(model.flops_per_token() != description.flops_per_token), 0.0);
@@ -141,7 +140,7 @@ fn is_rounding_noise(gradient: &Tensor<1>) -> bool {
 fn optimizer_steps(goldens: &Goldens, name: &str, description: &Description) -> Result<Vec<Check>> {
     let file = goldens.tensors(name)?;
     let mut model = golden_model(goldens, &description.config, &file)?;
-    let groups = Hyperparameters::for_profile(Profile::H100).parameter_groups(&model);
+    let groups = reference_hyperparameters().parameter_groups(&model);
     let mut optimizer = MuonAdamW::new(&model, &groups, FloatDType::F32)?;
     let device = goldens.device.clone().autodiff();
     let GptConfig { sequence_len, vocab_size, .. } = description.config;
@@ -206,13 +205,13 @@ fn optimizer_steps(goldens: &Goldens, name: &str, description: &Description) -> 
             total += error * golden.num_elements() as f64;
             elements += golden.num_elements();
             // One parameter may be further off than all in the mean: embeddings move by whole units a step.
-            checks.push(goldens.check(name, format!("{after}{}", parameter.name), error, 1e-3));
+            checks.push(Check::new(name, format!("{after}{}", parameter.name), error, 1e-3));
         }
-        checks.push(goldens.check(name, format!("{after}all parameters"), total / elements as f64, 1e-4));
+        checks.push(Check::new(name, format!("{after}all parameters"), total / elements as f64, 1e-4));
         if !undetermined.is_empty() {
             model = load_weights(model, &golden_weights)?;
         }
     }
-    checks.push(goldens.check(name, "largest loss error", largest_loss_error, 1e-3));
+    checks.push(Check::new(name, "largest loss error", largest_loss_error, 1e-3));
     Ok(checks)
 }

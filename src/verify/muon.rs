@@ -57,7 +57,7 @@ pub(super) fn checks(goldens: &Goldens, name: &str) -> Result<Vec<Check>> {
         ];
         for (quantity, found) in found {
             let error = relative_error(&found, file.get(&format!("{case}/{quantity}"))?)?;
-            checks.push(goldens.check(name, format!("{case} {quantity}"), error, 1e-4));
+            checks.push(Check::new(name, format!("{case} {quantity}"), error, 1e-4));
         }
     }
     Ok(checks)

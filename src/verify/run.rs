@@ -2,8 +2,7 @@
 
 use super::model::golden_model;
 use super::tokenizer::golden_tokenizer;
-use super::{Check, Goldens};
-use crate::config::Profile;
+use super::{Check, Goldens, reference_hyperparameters};
 use crate::data::documents::Split;
 use crate::data::loader::Loader;
 use crate::data::packing::{Epochs, Packing};
@@ -68,17 +67,17 @@ pub(super) fn checks(goldens: &Goldens, name: &str) -> Result<Vec<Check>> {
     let differences: Vec<f64> = losses.iter().zip(&description.loss).map(|(a, b)| (a - b).abs()).collect();
     let largest = differences.iter().copied().fold(0.0, |a, b| if b > a || b.is_nan() { b } else { a });
     let mean = differences.iter().sum::<f64>() / differences.len() as f64;
-    checks.push(goldens.check(name, "number of losses", losses.len().abs_diff(description.loss.len()) as f64, 0.0));
-    checks.push(goldens.check(name, "first loss", differences[0], 1e-5));
-    checks.push(goldens.check(name, "largest loss difference", largest, 3e-2));
-    checks.push(goldens.check(name, "mean loss difference", mean, 1e-2));
+    checks.push(Check::new(name, "number of losses", losses.len().abs_diff(description.loss.len()) as f64, 0.0));
+    checks.push(Check::new(name, "first loss", differences[0], 1e-5));
+    checks.push(Check::new(name, "largest loss difference", largest, 3e-2));
+    checks.push(Check::new(name, "mean loss difference", mean, 1e-2));
 
     let last = run.evaluate(&model, &description.bpb_final)?;
     run.compare("bpb_final", &last, &description.bpb_final, 0.01, &mut checks);
     let other = run.evaluate(&model, &description.bpb_final_other_batch)?;
     run.compare("bpb_final_other_batch", &other, &description.bpb_final_other_batch, 0.01, &mut checks);
     let between = (last.bpb() - other.bpb()).abs();
-    checks.push(goldens.check(name, "bpb between batch sizes", between, 1e-6));
+    checks.push(Check::new(name, "bpb between batch sizes", between, 1e-6));
     Ok(checks)
 }
 
@@ -107,7 +106,7 @@ impl Run<'_> {
             adam_betas: rates.adam_betas,
             device_batch_size: *batch,
             total_batch_size: batch.saturating_mul(*grad_accum).saturating_mul(config.sequence_len),
-            ..Hyperparameters::for_profile(Profile::H100)
+            ..reference_hyperparameters()
         };
         let groups = hyperparameters.parameter_groups(&model);
         let mut losses = Vec::new();
@@ -137,7 +136,7 @@ impl Run<'_> {
 
     fn compare(&self, what: &str, found: &Evaluation, golden: &Golden, tolerance: f64, checks: &mut Vec<Check>) {
         let mut check = |quantity: &str, error: f64, tolerance| {
-            checks.push(self.goldens.check(self.name, format!("{what} {quantity}"), error.abs(), tolerance));
+            checks.push(Check::new(self.name, format!("{what} {quantity}"), error.abs(), tolerance));
         };
         check("eval_tokens", found.tokens as f64 - golden.eval_tokens as f64, 0.0);
         check("bytes", found.bytes as f64 - golden.bytes_true, 0.0);

@@ -2,7 +2,7 @@
 
 use super::{Check, Goldens};
 use crate::data::documents::{Documents, Split};
-use crate::tokenizer::{Tokenizer, TrainOptions, parse_tiktoken};
+use crate::tokenizer::{PATTERN, SPECIAL_TOKENS, Tokenizer, TrainOptions, parse_tiktoken};
 use anyhow::{Context, Result, bail};
 use burn_dataset::Dataset;
 use serde::Deserialize;
@@ -11,6 +11,8 @@ use serde::Deserialize;
 struct Description {
     trained_on: TrainedOn,
     vocab_size: usize,
+    pattern: String,
+    special_tokens: Vec<String>,
     bos_id: u32,
     token_bytes_true: Vec<u32>,
     token_bytes_upstream: Vec<u32>,
@@ -35,7 +37,7 @@ pub(super) fn checks(goldens: &Goldens, name: &str) -> Result<Vec<Check>> {
     let documents = goldens.documents(split(&description.trained_on.split)?)?;
     let tokenizer = train(&documents, &description)?;
     let golden = golden_ranks(goldens, name)?;
-    let count = |quantity: &str, differences: usize| goldens.check(name, quantity, differences as f64, 0.0);
+    let count = |quantity: &str, differences: usize| Check::new(name, quantity, differences as f64, 0.0);
     let differing = |a: &[u32], b: &[u32]| a.iter().zip(b).filter(|(a, b)| a != b).count() + a.len().abs_diff(b.len());
     let ranks = tokenizer.ranks();
     let merges = ranks.iter().zip(&golden).filter(|(a, b)| a != b).count() + ranks.len().abs_diff(golden.len());
@@ -48,6 +50,8 @@ pub(super) fn checks(goldens: &Goldens, name: &str) -> Result<Vec<Check>> {
             "differing upstream byte lengths",
             differing(&tokenizer.upstream_byte_lengths(), &description.token_bytes_upstream),
         ),
+        count("pattern", usize::from(description.pattern != PATTERN)),
+        count("special tokens", usize::from(description.special_tokens != SPECIAL_TOKENS)),
         count("bos_id", tokenizer.bos_id().abs_diff(description.bos_id) as usize),
         count("vocab_size", tokenizer.vocab_size().abs_diff(description.vocab_size)),
     ])

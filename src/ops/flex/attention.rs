@@ -49,8 +49,8 @@ impl Shared {
     ///
     /// # Safety
     /// As for [`MatrixMut::from_raw`].
-    unsafe fn matrix(self, offset: usize, row_stride: usize) -> MatrixMut {
-        unsafe { MatrixMut::from_raw(self.0.add(offset), row_stride) }
+    unsafe fn matrix<'a>(self, offset: usize, rows: usize, columns: usize, row_stride: usize) -> MatrixMut<'a> {
+        unsafe { MatrixMut::from_raw(self.0.add(offset), rows, columns, row_stride) }
     }
 }
 
@@ -120,7 +120,7 @@ pub fn forward(sizes: &Sizes, q: &[f32], k: &[f32], v: &[f32]) -> (Vec<f32>, Vec
                     log_sum_exp[queries + row] = softmax(scores, sizes.visible(block, row));
                 }
                 // SAFETY: the rows of this batch and head are this task's own.
-                let place = unsafe { shared.matrix(sizes.query_offset(batch, queries, head), h * d) };
+                let place = unsafe { shared.matrix(sizes.query_offset(batch, queries, head), rows, d, h * d) };
                 let values = sizes.key_rows(v, batch, block, key_head);
                 Product::new(rows, d, columns).run(place, Matrix::rows(scores, columns), values);
             }
@@ -177,9 +177,9 @@ pub fn backward(sizes: &Sizes, saved: &Saved, grad: &[f32]) -> [Vec<f32>; 3] {
                 // SAFETY: this batch and these heads are this task's own, for queries as for keys.
                 let (dq, dk, dv) = unsafe {
                     (
-                        dq_shared.matrix(query_place, h * d),
-                        dk_shared.matrix(key_place, g * d),
-                        dv_shared.matrix(key_place, g * d),
+                        dq_shared.matrix(query_place, rows, d, h * d),
+                        dk_shared.matrix(key_place, columns, d, g * d),
+                        dv_shared.matrix(key_place, columns, d, g * d),
                     )
                 };
                 Product::new(rows, d, columns).run(dq, dscores, k_rows);

@@ -29,8 +29,7 @@ impl<'a> Head<'a> {
     pub fn loss(&self) -> f32 {
         let mut total = 0f64;
         self.for_each_chunk(|_, targets, logits| {
-            let losses = logits.par_chunks_exact_mut(self.v).zip(targets);
-            total += losses.map(|(row, &target)| softcap_row(row, target, self.cap, None) as f64).sum::<f64>();
+            total += rows_loss(logits, targets, self.cap, None);
         });
         (total / self.targets.len() as f64) as f32
     }
@@ -44,8 +43,7 @@ impl<'a> Head<'a> {
         let scale = 1.0 / self.targets.len() as f32;
         self.for_each_chunk(|start, targets, logits| {
             let rows = targets.len();
-            let losses = logits.par_chunks_exact_mut(v).zip(targets);
-            total += losses.map(|(row, &target)| softcap_row(row, target, self.cap, Some(scale)) as f64).sum::<f64>();
+            total += rows_loss(logits, targets, self.cap, Some(scale));
             let dlogits = Matrix::rows(logits, v);
             let hidden = &self.hidden[start * c..(start + rows) * c];
             let out = MatrixMut::new(&mut dhidden[start * c..], rows, c, c);
@@ -77,6 +75,15 @@ impl<'a> Head<'a> {
             each(start, targets, logits);
         }
     }
+}
+
+/// Sum of the rows' losses in nats; see [`softcap_row`] for `scale`.
+fn rows_loss(logits: &mut [f32], targets: &[usize], cap: f32, scale: Option<f32>) -> f64 {
+    let v = logits.len() / targets.len();
+    let rows = logits.par_chunks_exact_mut(v).zip(targets);
+    // Collected first, so that the order of the sum does not depend on the threads.
+    let losses: Vec<f32> = rows.map(|(row, &target)| softcap_row(row, target, cap, scale)).collect();
+    losses.into_iter().map(f64::from).sum()
 }
 
 /// Loss of one row in nats; with `scale`, the logits become scale · d loss / d logits.

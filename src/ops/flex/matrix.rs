@@ -1,6 +1,7 @@
 //! Products of strided float32 matrices through the `gemm` crate.
 
 use gemm::Parallelism;
+use std::marker::PhantomData;
 
 /// A matrix in somebody else's memory: element (r, c) lies at `start[r * row_stride + c * column_stride]`.
 #[derive(Clone, Copy)]
@@ -38,28 +39,33 @@ impl<'a> Matrix<'a> {
     }
 }
 
-/// A matrix to write: rows of contiguous elements, `row_stride` apart.
-pub struct MatrixMut {
+/// A matrix to write: `rows` rows of `columns` contiguous elements, `row_stride` apart.
+pub struct MatrixMut<'a> {
     start: *mut f32,
+    rows: usize,
+    columns: usize,
     row_stride: usize,
+    memory: PhantomData<&'a mut [f32]>,
 }
 
-impl MatrixMut {
-    /// A matrix of `rows` rows in `elements`, which must hold them.
-    pub fn new(elements: &mut [f32], rows: usize, columns: usize, row_stride: usize) -> Self {
-        assert!(
-            rows == 0 || (rows - 1) * row_stride + columns <= elements.len(),
-            "the matrix is larger than its memory"
-        );
-        Self { start: elements.as_mut_ptr(), row_stride }
+impl<'a> MatrixMut<'a> {
+    /// A matrix in `elements`.
+    ///
+    /// # Panics
+    /// If they do not hold it.
+    pub fn new(elements: &'a mut [f32], rows: usize, columns: usize, row_stride: usize) -> Self {
+        assert!(columns <= row_stride || rows <= 1, "rows of {columns} elements overlap, {row_stride} apart");
+        let needed = if rows == 0 { 0 } else { (rows - 1) * row_stride + columns };
+        assert!(needed <= elements.len(), "the matrix takes {needed} elements of {}", elements.len());
+        Self { start: elements.as_mut_ptr(), rows, columns, row_stride, memory: PhantomData }
     }
 
     /// A matrix that starts at `start`.
     ///
     /// # Safety
-    /// The rows must lie in one allocation, and nothing else may read or write them while this value is used.
-    pub unsafe fn from_raw(start: *mut f32, row_stride: usize) -> Self {
-        Self { start, row_stride }
+    /// The rows must lie in one allocation that outlives this value, and nothing else may read or write them meanwhile.
+    pub unsafe fn from_raw(start: *mut f32, rows: usize, columns: usize, row_stride: usize) -> Self {
+        Self { start, rows, columns, row_stride, memory: PhantomData }
     }
 }
 
@@ -83,12 +89,13 @@ impl Product {
     /// Multiplies.
     ///
     /// # Panics
-    /// If an operand's memory is smaller than its size.
+    /// If the sizes of the operands are others.
     pub fn run(self, out: MatrixMut, left: Matrix, right: Matrix) {
         let Self { m, n, k, factor, keep, parallel } = self;
         assert!(left.holds(m, k) && right.holds(k, n), "an operand is smaller than [{m}, {k}] x [{k}, {n}]");
+        assert_eq!((out.rows, out.columns), (m, n), "the product is [{m}, {n}]");
         let parallelism = if parallel { Parallelism::Rayon(0) } else { Parallelism::None };
-        // SAFETY: both operands hold their elements (checked above); `out` holds m rows of n by its constructor.
+        // SAFETY: both operands hold their elements (checked above); `out` is m rows of n in memory of its own.
         unsafe {
             gemm::gemm(
                 m,
