@@ -165,8 +165,6 @@ struct SampleArgs {
     seed: u64,
     #[arg(long, value_name = "NAME", help = format!("Where to compute: {DEVICE_NAMES} [default: as in the run]"))]
     device: Option<String>,
-    #[command(flatten)]
-    cache: CacheArgs,
 }
 
 #[derive(Debug, Args)]
@@ -216,7 +214,7 @@ fn quickstart(cache_dir: Option<&Path>) -> Result<()> {
     })?;
     let prompt = "Once upon a time";
     say(format_args!("---\nA sample after \"{prompt}\":"));
-    let text = run::sample(&run, None, cache_dir, prompt, &Sampling::default())?;
+    let text = run::sample(&run, None, prompt, &Sampling::default())?;
     say(format_args!("{prompt}{text}"));
     let run = run.display();
     say(format_args!(
@@ -285,8 +283,7 @@ fn sample(args: &SampleArgs) -> Result<()> {
     );
     ensure!(top_k > 0, "--top-k: expected at least 1, found 0; hint: 1 always takes the likeliest token");
     let sampling = Sampling { tokens, temperature, top_k, seed };
-    let cache_dir = args.cache.cache_dir.as_deref();
-    let text = run::sample(&args.checkpoint, args.device.as_deref(), cache_dir, &args.prompt, &sampling)?;
+    let text = run::sample(&args.checkpoint, args.device.as_deref(), &args.prompt, &sampling)?;
     say(format_args!("{}{text}", args.prompt));
     Ok(())
 }

@@ -635,15 +635,19 @@ fn checkpoints_that_are_not_whole_are_refused() {
 }
 
 #[test]
-fn a_checkpoint_is_not_read_with_another_tokenizer() {
+fn a_run_keeps_the_tokenizer_it_was_trained_with() {
     let place = Place::new();
     place.texts("text", stories(0..60));
     let flags = ["--dataset", "text", "--vocab-size", "262"];
     place.ok(&[&["prepare"], &flags[..]].concat());
     let trained = place.ok(&[&SMOKE[..], &flags].concat());
-    fs::write(place.path("text/more.txt"), "something else entirely ".repeat(40)).unwrap();
-    place.ok(&[&["prepare", "--retrain-tokenizer"], &flags[..]].concat());
-    place.assert_refused(&["eval", "--checkpoint", trained.value("run_dir")], &["config.json", "tokenizer"]);
+    let run = trained.value("run_dir");
+    let sampled = place.ok(&["sample", "--checkpoint", run]).stdout;
+    place.ok(&["prepare", "--dataset", "text", "--vocab-size", "270", "--retrain-tokenizer"]);
+    assert_eq!(place.ok(&["eval", "--checkpoint", run]).value("val_bpb"), trained.value("val_bpb"));
+    assert_eq!(place.ok(&["sample", "--checkpoint", run]).stdout, sampled);
+    fs::write(place.path(run).join("tokenizer.tiktoken"), "IQ== 0\n").unwrap();
+    place.assert_refused(&["sample", "--checkpoint", run], &["tokenizer.tiktoken"]);
 }
 
 // Goldens.

@@ -18,6 +18,7 @@ use crate::optim::MuonAdamW;
 use crate::output::say;
 use crate::parameters::parameters;
 use crate::sample::Sampling;
+use crate::tokenizer::Tokenizer;
 use crate::train::{BatchPlan, Diverged, Limit, MonotonicClock, Training};
 use anyhow::{Context, Result, anyhow, bail};
 use burn::module::Module;
@@ -59,8 +60,6 @@ struct Resolved {
     steps: Option<usize>,
     device: String,
     dataset: String,
-    /// Hash of the text that the tokenizer was trained on.
-    tokenizer: String,
     hyperparameters: Hyperparameters,
     model: GptConfig,
 }
@@ -90,11 +89,11 @@ pub fn train(conditions: &Conditions) -> Result<PathBuf> {
         steps: conditions.steps,
         device: compute.name.clone(),
         dataset: prepared.name().to_owned(),
-        tokenizer: prepared.tokenizer().training_text_sha256().to_owned(),
         hyperparameters,
         model: sizes,
     };
     let mut folder = RunFolder::create(&conditions.runs_dir, &resolved)?;
+    prepared.tokenizer().save(folder.path())?;
     let hyperparameters = &resolved.hyperparameters;
     let flops_per_token = model.flops_per_token() as f64;
     let num_params: usize = model.parameter_counts().iter().map(|(_, count)| count).sum();
@@ -130,7 +129,7 @@ pub fn train(conditions: &Conditions) -> Result<PathBuf> {
     checkpoint::write(&weights, &parameters(&outcome.model), HashMap::from([(SIZES.to_owned(), sizes)]))?;
 
     let inference = outcome.model.valid();
-    let evaluation = evaluate_rows(&inference, &prepared, config.eval_tokens, &compute.device)?;
+    let evaluation = evaluate_rows(&inference, &prepared, prepared.tokenizer(), config.eval_tokens, &compute.device)?;
     let summary = Summary {
         val_bpb: evaluation.bpb(),
         training_seconds: outcome.training_time.as_secs_f64(),
@@ -147,7 +146,7 @@ pub fn train(conditions: &Conditions) -> Result<PathBuf> {
         val_tokens: evaluation.tokens,
         val_bytes: evaluation.bytes,
         val_bpb_upstream: evaluation.bpb_upstream(),
-        bpb_floor: prepared.is_tales().then(tales::bpb_floor),
+        bpb_floor: if prepared.is_tales() { Some(bpb_floor(&prepared, config)?) } else { None },
         dropped_percent: outcome.dropped_percent,
         seed: config.seed,
         config: config_name.clone(),
@@ -163,7 +162,7 @@ pub fn train(conditions: &Conditions) -> Result<PathBuf> {
 /// # Errors
 /// If the folder holds no whole run or the data is not prepared.
 pub fn evaluate(run: &Path, device: Option<&str>, cache_dir: Option<&Path>, eval_tokens: Option<usize>) -> Result<()> {
-    let checkpoint = Checkpoint::open(run, device, cache_dir)?;
+    let checkpoint = Checkpoint::open(run, device)?;
     let config = &checkpoint.resolved.config;
     let tokens = eval_tokens.unwrap_or(config.eval_tokens);
     if tokens < config.sequence_len {
@@ -172,8 +171,9 @@ pub fn evaluate(run: &Path, device: Option<&str>, cache_dir: Option<&Path>, eval
             config.sequence_len
         );
     }
-    let device = &checkpoint.compute.device;
-    let evaluation = evaluate_rows(&checkpoint.model, &checkpoint.prepared, tokens, device)?;
+    let prepared = Prepared::open(&config.dataset, cache_dir, None)?;
+    let Checkpoint { model, tokenizer, compute, .. } = &checkpoint;
+    let evaluation = evaluate_rows(model, &prepared, tokenizer, tokens, &compute.device)?;
     say("---");
     say(format_args!("val_bpb:          {:.6}", evaluation.bpb()));
     say(format_args!("val_bpb_upstream: {:.6}", evaluation.bpb_upstream()));
@@ -186,28 +186,22 @@ pub fn evaluate(run: &Path, device: Option<&str>, cache_dir: Option<&Path>, eval
 /// What the model of the run in `run` writes after `prompt`.
 ///
 /// # Errors
-/// If the folder holds no whole run or the tokenizer is not there.
-pub fn sample(
-    run: &Path,
-    device: Option<&str>,
-    cache_dir: Option<&Path>,
-    prompt: &str,
-    sampling: &Sampling,
-) -> Result<String> {
-    let Checkpoint { model, prepared, compute, .. } = Checkpoint::open(run, device, cache_dir)?;
-    Ok(crate::sample::sample(&model, prepared.tokenizer(), prompt, sampling, &compute.device))
+/// If the folder holds no whole run.
+pub fn sample(run: &Path, device: Option<&str>, prompt: &str, sampling: &Sampling) -> Result<String> {
+    let Checkpoint { model, tokenizer, compute, .. } = Checkpoint::open(run, device)?;
+    Ok(crate::sample::sample(&model, &tokenizer, prompt, sampling, &compute.device))
 }
 
 /// A run's trained model and what it takes to use it.
 struct Checkpoint {
     resolved: Resolved,
     compute: ComputeDevice,
-    prepared: Prepared,
+    tokenizer: Arc<Tokenizer>,
     model: Gpt,
 }
 
 impl Checkpoint {
-    fn open(run: &Path, device: Option<&str>, cache_dir: Option<&Path>) -> Result<Self> {
+    fn open(run: &Path, device: Option<&str>) -> Result<Self> {
         let path = run.join("config.json");
         let hint = "hint: --checkpoint names a run's folder, such as runs/20260131-235900";
         let text = std::fs::read_to_string(&path)
@@ -236,23 +230,21 @@ impl Checkpoint {
             );
         }
         let compute = ComputeDevice::select(device.unwrap_or(&resolved.config.device))?;
-        let config = &resolved.config;
-        let prepared = Prepared::open(&config.dataset, cache_dir, Some(config.vocab_size))?;
         if let Some(problem) = resolved.model.problem() {
             bail!("{}: these sizes make no model: {problem}; {hint}", path.display());
         }
-        if resolved.tokenizer != prepared.tokenizer().training_text_sha256()
-            || config.vocab_size != resolved.model.vocab_size
-        {
+        let tokenizer = Tokenizer::load(run)?;
+        if tokenizer.vocab_size() != resolved.model.vocab_size {
             bail!(
-                "{}: expected the tokenizer that the run was trained with, found another in {}; hint: the data set was prepared anew since, train again",
-                path.display(),
-                prepared.folder().display()
+                "{}: expected a tokenizer with a vocabulary of {}, found one of {}; hint: all files must be of one run",
+                run.display(),
+                resolved.model.vocab_size,
+                tokenizer.vocab_size()
             );
         }
         let model = Gpt::new(&resolved.model, compute.compute_type, 0, &compute.device);
         let model = load_weights(model, &file.with_prefix("")).with_context(|| weights.display().to_string())?;
-        Ok(Self { resolved, compute, prepared, model })
+        Ok(Self { resolved, compute, tokenizer: Arc::new(tokenizer), model })
     }
 }
 
@@ -264,7 +256,7 @@ fn training_rows(prepared: &Prepared, plan: &BatchPlan, sequence_len: usize) -> 
 
 /// Makes sure that the validation text gives a row to evaluate.
 fn require_validation_row(prepared: &Prepared, sequence_len: usize) -> Result<()> {
-    if validation_rows(prepared, 1, sequence_len)?.next_batch()?.is_none() {
+    if validation_rows(prepared, prepared.tokenizer(), 1, sequence_len)?.next_batch()?.is_none() {
         bail!(
             "{}: expected validation text for at least one row of sequence_len {sequence_len} tokens, found less; hint: use more text or a shorter context",
             prepared.name()
@@ -273,16 +265,26 @@ fn require_validation_row(prepared: &Prepared, sequence_len: usize) -> Result<()
     Ok(())
 }
 
-fn validation_rows(prepared: &Prepared, rows: usize, sequence_len: usize) -> Result<Loader> {
+fn validation_rows(
+    prepared: &Prepared,
+    tokenizer: &Arc<Tokenizer>,
+    rows: usize,
+    sequence_len: usize,
+) -> Result<Loader> {
     let documents = Arc::new(prepared.documents(Split::Validation)?);
-    let packing = Packing::new(sequence_len);
-    Loader::new(documents, prepared.tokenizer().clone(), 1, packing, Epochs::AtMost(rows), None)
+    Loader::new(documents, tokenizer.clone(), 1, Packing::new(sequence_len), Epochs::AtMost(rows), None)
 }
 
-fn evaluate_rows(model: &Gpt, prepared: &Prepared, eval_tokens: usize, device: &Device) -> Result<Evaluation> {
+fn evaluate_rows(
+    model: &Gpt,
+    prepared: &Prepared,
+    tokenizer: &Arc<Tokenizer>,
+    eval_tokens: usize,
+    device: &Device,
+) -> Result<Evaluation> {
     let sequence_len = model.config().sequence_len;
-    let mut rows = validation_rows(prepared, eval_tokens / sequence_len, sequence_len)?;
-    let evaluation = evaluate_bpb(model, &mut rows, &ByteLengths::of(prepared.tokenizer()), device)?;
+    let mut rows = validation_rows(prepared, tokenizer, eval_tokens / sequence_len, sequence_len)?;
+    let evaluation = evaluate_bpb(model, &mut rows, &ByteLengths::of(tokenizer), device)?;
     let bpb = evaluation.bpb();
     if !bpb.is_finite() {
         bail!(Diverged(format!(
@@ -290,6 +292,20 @@ fn evaluate_rows(model: &Gpt, prepared: &Prepared, eval_tokens: usize, device: &
         )));
     }
     Ok(evaluation)
+}
+
+/// What the evaluated part of the built-in stories holds, in bits per byte.
+fn bpb_floor(prepared: &Prepared, config: &Config) -> Result<f64> {
+    let (tokenizer, mut texts) = (prepared.tokenizer(), Vec::new());
+    let mut rows = validation_rows(prepared, tokenizer, config.eval_tokens / config.sequence_len, config.sequence_len)?;
+    while let Some(batch) = rows.next_batch()? {
+        // Every document in a row is there from its start, the last one maybe not to its end.
+        let rows = batch.rows.chunks_exact(batch.row_length);
+        let documents = rows.flat_map(|row| row.split(|&id| id == tokenizer.bos_id()));
+        texts.extend(documents.filter(|ids| !ids.is_empty()).map(|ids| tokenizer.decode(ids)));
+    }
+    tales::bpb_floor(&texts)
+        .context("the built-in validation text is none of its own grammar; hint: prepare the data set tales again")
 }
 
 fn announce(resolved: &Resolved, model: &Gpt, plan: &BatchPlan, run: &Path) {
