@@ -328,8 +328,8 @@ fn announce(resolved: &Resolved, model: &Gpt, plan: &BatchPlan, run: &Path) {
     say(format_args!("parameters: {} ({})", counts.iter().map(|(_, count)| count).sum::<usize>(), kinds.join(", ")));
     say(format_args!("FLOPs:      {:.3e} a token", model.flops_per_token() as f64));
     say(format_args!(
-        "batch:      {} tokens a step, {} forward passes of {} rows",
-        plan.tokens, plan.micro_batches, plan.device_batch_size
+        "batch:      {} tokens a step = {} forward x {} rows x {} tokens",
+        plan.tokens, plan.micro_batches, plan.device_batch_size, config.sequence_len
     ));
     match resolved.steps {
         Some(steps) => say(format_args!("limit:      {steps} steps")),

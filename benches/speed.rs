@@ -1,0 +1,126 @@
+//! How fast the parts are on this machine: `cargo bench`. Each part's result is verified before it is timed; what is
+//! printed is the median of several repetitions.
+
+use autoresearch::config::Profile;
+use autoresearch::data::documents::Documents;
+use autoresearch::data::loader::Loader;
+use autoresearch::data::packing::{Epochs, Packing};
+use autoresearch::data::tales;
+use autoresearch::device::ComputeDevice;
+use autoresearch::eval::{ByteLengths, evaluate_bpb};
+use autoresearch::model::{Gpt, Hyperparameters};
+use autoresearch::optim::{MuonAdamW, orthogonalize};
+use autoresearch::tokenizer::{Tokenizer, TrainOptions};
+use autoresearch::train::{BatchPlan, Limit, MonotonicClock, Training};
+use burn::module::Module;
+use burn::tensor::{Distribution, Tensor};
+use std::sync::Arc;
+use std::time::Instant;
+
+const SEQUENCE_LEN: usize = 256;
+const VOCAB_SIZE: usize = 1024;
+
+fn main() -> anyhow::Result<()> {
+    let compute = ComputeDevice::select("auto")?;
+    println!("device: {}", compute.name);
+    let stories: Vec<String> = (0..10_000).map(tales::train_document).collect();
+    let bytes: usize = stories.iter().map(String::len).sum();
+
+    let train = || {
+        let options = TrainOptions { vocab_size: VOCAB_SIZE, max_chars: usize::MAX, doc_cap_chars: usize::MAX };
+        Tokenizer::train(stories.iter().map(|story| Ok(story.clone())), &options, |_, _, _| {})
+    };
+    let tokenizer = Arc::new(train()?);
+    assert_eq!(tokenizer.vocab_size(), VOCAB_SIZE);
+    report("tokenizer training, built-in stories", "MB/s", 3, || train().map(|_| bytes as f64 / 1e6))?;
+
+    let ids = tokenizer.encode(&stories[0]);
+    assert_eq!(tokenizer.decode(&ids), stories[0]);
+    report("encoding, one thread", "MB/s", 3, || {
+        let tokens: usize = stories.iter().map(|story| tokenizer.encode(story).len()).sum();
+        assert!(tokens > ids.len());
+        Ok(bytes as f64 / 1e6)
+    })?;
+
+    let rows = |epochs| {
+        let documents = match epochs {
+            Epochs::Repeat => Documents::generated(tales::TRAIN_DOCUMENTS, 1024, tales::train_document),
+            _ => Documents::generated(tales::VALIDATION_DOCUMENTS, 1024, tales::validation_document),
+        };
+        Loader::new(Arc::new(documents), tokenizer.clone(), 8, Packing::new(SEQUENCE_LEN), epochs, None)
+    };
+    let mut packed = rows(Epochs::Repeat)?;
+    report("rows of 257 tokens, generated, tokenized and packed", "tokens/s", 5, || {
+        let mut tokens = 0;
+        for _ in 0..200 {
+            let batch = packed.next_batch()?.expect("rows without end");
+            assert_eq!(batch.rows[0], tokenizer.bos_id());
+            tokens += batch.rows.len();
+        }
+        Ok(tokens as f64)
+    })?;
+    drop(packed);
+
+    let stack = || Tensor::<3>::random([16, 256, 256], Distribution::Normal(0.0, 1.0), &compute.device);
+    let x = orthogonalize(stack());
+    let trace = (x.clone() * x).sum().into_scalar::<f32>() / (16.0 * 256.0);
+    assert!((0.7..1.3).contains(&trace), "mean squared singular value {trace}");
+    let x = stack();
+    report("orthogonalisation of 256 x 256", "matrices/s", 5, || {
+        orthogonalize(x.clone());
+        compute.device.sync().expect("the device answers");
+        Ok(16.0)
+    })?;
+
+    let hyperparameters = Hyperparameters::for_profile(Profile::Cpu);
+    let sizes = hyperparameters.architecture(SEQUENCE_LEN, VOCAB_SIZE)?;
+    let autodiff = compute.device.clone().autodiff();
+    let mut model = Gpt::new(&sizes, compute.compute_type, 1, &autodiff);
+    let plan = BatchPlan::new(&hyperparameters, SEQUENCE_LEN)?;
+    let mut optimizer = MuonAdamW::new(&model, &hyperparameters.parameter_groups(&model), compute.compute_type)?;
+    let mut training_rows = rows(Epochs::Repeat)?;
+    let mut last_loss = f64::INFINITY;
+    report("training, profile cpu", "tokens/s", 3, || {
+        let mut loss = 0.0;
+        let outcome = Training {
+            model: model.clone(),
+            optimizer: &mut optimizer,
+            rows: &mut training_rows,
+            hyperparameters: &hyperparameters,
+            plan,
+            limit: Limit::Steps(8),
+            device: &compute.device,
+            clock: &MonotonicClock::start(),
+        }
+        .run(|step| {
+            loss = step.loss;
+            Ok(())
+        })?;
+        assert!(loss < last_loss, "the loss rose from {last_loss} to {loss}");
+        last_loss = loss;
+        model = outcome.model;
+        Ok(outcome.tokens as f64)
+    })?;
+
+    let inference = model.valid();
+    report("evaluation, profile cpu", "tokens/s", 3, || {
+        let lengths = ByteLengths::of(&tokenizer);
+        let evaluation = evaluate_bpb(&inference, &mut rows(Epochs::AtMost(128))?, &lengths, &compute.device)?;
+        assert!(evaluation.bpb().is_finite());
+        Ok(evaluation.tokens as f64)
+    })?;
+    Ok(())
+}
+
+/// Prints the median rate at which `work` gets through the amount that it gives back.
+fn report(name: &str, unit: &str, times: usize, mut work: impl FnMut() -> anyhow::Result<f64>) -> anyhow::Result<()> {
+    let mut rates = Vec::new();
+    for _ in 0..times {
+        let start = Instant::now();
+        let amount = work()?;
+        rates.push(amount / start.elapsed().as_secs_f64());
+    }
+    rates.sort_by(f64::total_cmp);
+    println!("{name:<52} {:>12.1} {unit}", rates[times / 2]);
+    Ok(())
+}
