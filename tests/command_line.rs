@@ -437,7 +437,7 @@ fn a_batch_that_is_not_whole_names_the_nearest_that_are() {
 #[test]
 fn a_data_set_that_is_not_prepared_names_the_command() {
     let place = Place::new();
-    place.assert_refused(&SMOKE, &["tales", "autoresearch prepare --dataset tales --vocab-size 1024"]);
+    place.assert_refused(&SMOKE, &["tales", "cargo run --release -- prepare --dataset tales --vocab-size 1024"]);
     place
         .assert_refused(&["train", "--config", "ci.toml", "--dataset", "nosuch"], &["--dataset nosuch", "tinystories"]);
     place.assert_refused(&["prepare", "--dataset", "ci.toml"], &["ci.toml", "folder"]);
@@ -568,9 +568,9 @@ fn a_damaged_tokenizer_is_refused_and_made_again_by_prepare() {
     for file in ["tokenizer.tiktoken", "tokenizer.json"] {
         let path = place.path("cache/tales").join(file);
         truncate(&path);
-        place.assert_refused(&SMOKE, &[file, "autoresearch prepare"]);
+        place.assert_refused(&SMOKE, &[file, "cargo run --release -- prepare --dataset tales"]);
         fs::remove_file(&path).unwrap();
-        place.assert_refused(&SMOKE, &[file, "autoresearch prepare"]);
+        place.assert_refused(&SMOKE, &[file, "cargo run --release -- prepare --dataset tales"]);
         place.ok(&["prepare", "--dataset", "tales"]);
         place.ok(&SMOKE);
     }

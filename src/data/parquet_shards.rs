@@ -150,10 +150,7 @@ pub fn is_complete(path: &Path) -> bool {
 
 fn open_shard(path: &Path) -> Result<(File, ArrowReaderMetadata)> {
     let file = File::open(path).map_err(|error| {
-        anyhow!(
-            "{}: cannot be opened ({error}); hint: run `autoresearch prepare` for this data set again",
-            path.display()
-        )
+        anyhow!("{}: cannot be opened ({error}); hint: prepare this data set again", path.display())
     })?;
     // Without the arrow schema that a writer may have embedded, every kind of string column arrives as Utf8 or Binary.
     let options = ArrowReaderOptions::new().with_skip_arrow_metadata(true);
@@ -203,7 +200,7 @@ fn texts(path: &Path, column: &str, batch: &RecordBatch) -> Result<Vec<Arc<str>>
 
 fn damaged(path: &Path, found: &str) -> String {
     format!(
-        "{}: expected a complete parquet file, found: {found}; hint: delete the file and fetch it again (`autoresearch prepare`)",
+        "{}: expected a complete parquet file, found: {found}; hint: delete the file and prepare the data set again",
         path.display()
     )
 }

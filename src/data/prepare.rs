@@ -1,5 +1,6 @@
 //! The cache: a folder per data set with its shards, its tokenizer and a record of what was prepared.
 
+use super::command::prepare_command;
 use super::documents::{Documents, Split};
 use super::download::Hub;
 use super::manifest::{Dataset, Manifest, Source};
@@ -132,7 +133,7 @@ pub fn prepare(options: &PrepareOptions, mut say: impl FnMut(&str)) -> Result<Pr
     })?;
     say(&format!("data set {name} in {}", folder.display()));
 
-    let kept = if options.retrain_tokenizer { None } else { kept_tokenizer(&folder, options.vocab_size, &mut say)? };
+    let kept = if options.retrain_tokenizer { None } else { kept_tokenizer(&folder, options, &mut say)? };
     let record = get_files(&dataset, name, &folder, options, &mut say)?;
     let characters = match &dataset {
         Dataset::Named(manifest) => manifest.tokenizer_characters,
@@ -179,8 +180,9 @@ impl Prepared {
     pub fn open(dataset: &str, cache_dir: Option<&Path>, vocab_size: Option<usize>) -> Result<Self> {
         let (_, folder) = place(&Dataset::from_argument(dataset)?, cache_dir)?;
         let path = folder.join(RECORD);
-        let vocabulary = vocab_size.map(|size| format!(" --vocab-size {size}")).unwrap_or_default();
-        let command = format!("autoresearch prepare --dataset {dataset}{vocabulary}");
+        let size = vocab_size.map(|size| size.to_string());
+        let vocabulary: Vec<&str> = size.iter().flat_map(|size| ["--vocab-size", size]).collect();
+        let command = prepare_command(dataset, &vocabulary, cache_dir);
         let text = match fs::read_to_string(&path) {
             Ok(text) => text,
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => bail!(
@@ -204,9 +206,9 @@ impl Prepared {
             path.display(),
             record.format
         );
-        let tokenizer = Tokenizer::load(&folder)?;
+        let tokenizer = Tokenizer::load(&folder).map_err(|error| anyhow!("{error:#}: `{command}`"))?;
         if let Some(expected) = vocab_size {
-            check_vocabulary(&folder, &tokenizer, expected)?;
+            check_vocabulary(&folder, &tokenizer, expected, dataset, cache_dir)?;
         }
         Ok(Self { folder, record, tokenizer: Arc::new(tokenizer) })
     }
@@ -382,13 +384,13 @@ fn list_folder(corpus: &Path, say: &mut impl FnMut(&str)) -> Result<Files> {
 }
 
 /// The tokenizer in `folder`, if there is a whole one.
-fn kept_tokenizer(folder: &Path, vocab_size: usize, say: &mut impl FnMut(&str)) -> Result<Option<Tokenizer>> {
+fn kept_tokenizer(folder: &Path, options: &PrepareOptions, say: &mut impl FnMut(&str)) -> Result<Option<Tokenizer>> {
     if !folder.join(RECORD).exists() {
         return Ok(None);
     }
     match Tokenizer::load(folder) {
         Ok(tokenizer) => {
-            check_vocabulary(folder, &tokenizer, vocab_size)?;
+            check_vocabulary(folder, &tokenizer, options.vocab_size, &options.dataset, options.cache_dir.as_deref())?;
             Ok(Some(tokenizer))
         }
         Err(error) => {
@@ -398,13 +400,21 @@ fn kept_tokenizer(folder: &Path, vocab_size: usize, say: &mut impl FnMut(&str)) 
     }
 }
 
-fn check_vocabulary(folder: &Path, tokenizer: &Tokenizer, expected: usize) -> Result<()> {
+fn check_vocabulary(
+    folder: &Path,
+    tokenizer: &Tokenizer,
+    expected: usize,
+    dataset: &str,
+    cache_dir: Option<&Path>,
+) -> Result<()> {
     let found = tokenizer.vocab_size();
+    let retrain = ["--vocab-size", &expected.to_string(), "--retrain-tokenizer"];
     ensure!(
         found == expected,
         "{}: expected a tokenizer with a vocabulary of {expected}, found one of {found}; hint: keep --vocab-size {found}, or replace it \
-         with `autoresearch prepare --vocab-size {expected} --retrain-tokenizer`",
-        folder.display()
+         with `{}`",
+        folder.display(),
+        prepare_command(dataset, &retrain, cache_dir)
     );
     Ok(())
 }
@@ -527,7 +537,13 @@ mod tests {
         let other = PrepareOptions { vocab_size: 280, ..place.options() };
         let message = one_line(prepare(&other, |_| {}));
         assert!(message.contains("vocabulary of 280, found one of 270"), "{message}");
-        assert!(one_line(place.open(Some(280))).contains("--retrain-tokenizer"));
+        let retrain = prepare_command(
+            &other.dataset,
+            &["--vocab-size", "280", "--retrain-tokenizer"],
+            other.cache_dir.as_deref(),
+        );
+        assert!(message.ends_with(&format!("`{retrain}`")), "{message}");
+        assert!(one_line(place.open(Some(280))).ends_with(&format!("`{retrain}`")));
         let (prepared, said) = place.prepare_with(&PrepareOptions { retrain_tokenizer: true, ..other });
         assert!(said.contains("tokenizer: trained, vocabulary 280"), "{said}");
         assert_eq!(prepared.tokenizer().vocab_size(), 280);
@@ -539,7 +555,7 @@ mod tests {
         let place = shards();
         let (prepared, _) = place.prepare();
         fs::write(prepared.folder().join("tokenizer.tiktoken"), "damaged").unwrap();
-        one_line(place.open(None));
+        assert!(one_line(place.open(None)).contains("prepare --dataset"));
         assert!(place.prepare().1.contains("tokenizer: trained again"));
         place.open(None).unwrap();
     }
@@ -610,7 +626,8 @@ mod tests {
     fn what_is_not_prepared_names_the_command() {
         let place = shards();
         let message = one_line(place.open(None));
-        assert!(message.contains("autoresearch prepare --dataset"), "{message}");
+        let command = prepare_command(&place.options().dataset, &[], Some(place.cache.path()));
+        assert!(message.ends_with(&format!("hint: run `{command}`")), "{message}");
         assert!(message.starts_with(place.cache.path().to_str().unwrap()), "{message}");
     }
 
