@@ -4,7 +4,7 @@ use super::parquet_shards;
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use hf_hub::api::Progress;
 use hf_hub::api::sync::{ApiBuilder, ApiError};
-use hf_hub::{Cache, Repo, RepoType};
+use hf_hub::{Repo, RepoType};
 use indicatif::{MultiProgress, ProgressBar, ProgressStyle};
 use std::collections::VecDeque;
 use std::fs::{self, File};
@@ -233,7 +233,7 @@ impl Hub {
             }
         }
         // The thread is left behind, waiting, with the crate's lock on the file; it writes no more, so the lock can go.
-        let blobs = Cache::new(unfinished.to_path_buf()).path().join(self.repo().folder_name()).join("blobs");
+        let blobs = unfinished.join(self.repo().folder_name()).join("blobs");
         for entry in fs::read_dir(blobs).into_iter().flatten().flatten() {
             if entry.path().extension().is_some_and(|extension| extension == "lock") {
                 fs::remove_file(entry.path()).ok();

@@ -306,8 +306,9 @@ pub(crate) mod tests {
         let column = |range: Range<usize>| Arc::new(StringArray::from(texts[range].to_vec()));
         write_column(&paths[0], "text", column(0..16), Compression::SNAPPY);
         write_column(&paths[1], "text", column(16..30), Compression::SNAPPY);
-        let documents = Documents::from_parquet(ParquetShards::open(paths.to_vec(), "text").unwrap());
-        assert_eq!(documents.groups().collect::<Vec<_>>(), [0..7, 7..14, 14..16, 16..23, 23..30]);
+        let shards = ParquetShards::open(paths.to_vec(), "text").unwrap();
+        assert_eq!(shards.group_lengths().collect::<Vec<_>>(), [7, 7, 2, 7, 7]);
+        let documents = Documents::from_parquet(shards);
         for step in [1, 7, 11, 29] {
             for place in 0..30 {
                 let index = place * step % 30;
@@ -326,8 +327,9 @@ pub(crate) mod tests {
         let mut writer = ArrowWriter::try_new(File::create(&path).unwrap(), batch.schema(), None).unwrap();
         writer.write(&batch).unwrap();
         writer.close().unwrap();
-        let documents = documents(&path);
-        assert_eq!(documents.groups().count(), 1);
+        let shards = ParquetShards::open(vec![path], "text").unwrap();
+        assert_eq!(shards.group_lengths().collect::<Vec<_>>(), [texts.len()]);
+        let documents = Documents::from_parquet(shards);
         assert_eq!(read(&documents), texts);
         for index in [5, 4, 2 * DECODED_ROWS, 3 * DECODED_ROWS + 4, DECODED_ROWS - 1, DECODED_ROWS, 3 * DECODED_ROWS] {
             assert_eq!(*documents.get(index).unwrap(), *texts[index], "{index}");
