@@ -240,8 +240,10 @@ fn the_same_command_gives_the_same_number_in_a_folder_of_its_own() {
 fn a_folder_of_text_goes_end_to_end_from_anywhere() {
     let place = Place::new();
     place.texts("my text", stories(0..60));
-    let prepared = place.ok(&["prepare", "--dataset", "my text", "--vocab-size", "262"]);
+    let prepared = place.ok(&["prepare", "--dataset", "my text", "--vocab-size", "262", "--config", "ci.toml"]);
     assert!(prepared.stdout.contains("60 text files") && prepared.stdout.contains("SHA-256"), "{}", prepared.stdout);
+    let next = "next: cargo run --release -- train --config ci.toml --dataset 'my text' --vocab-size 262\n";
+    assert!(prepared.stdout.ends_with(next), "{}", prepared.stdout);
     let trained = place.ok(&[&SMOKE[..], &["--dataset", "my text", "--vocab-size", "262"]].concat());
     assert_eq!(trained.value("bpb_floor"), "n/a");
     let run = place.path(trained.value("run_dir"));
@@ -533,7 +535,7 @@ fn shards_that_were_damaged_later_are_named() {
     fs::write(&shard, garbled).unwrap();
     place.assert_refused(&train, &["a.parquet"]);
     fs::write(&shard, &whole[..whole.len() / 2]).unwrap();
-    place.assert_refused(&train, &["a.parquet", "complete parquet file"]);
+    place.assert_refused(&train, &["a.parquet", "bytes that was prepared", "prepare --dataset shards"]);
     fs::remove_file(&shard).unwrap();
     place.assert_refused(&train, &["a.parquet"]);
 }

@@ -8,7 +8,7 @@ use crate::checkpoint::{self, TensorFile, load_weights};
 use crate::config::Config;
 use crate::data::documents::Split;
 use crate::data::loader::Loader;
-use crate::data::packing::{Epochs, Packing};
+use crate::data::packing::{Packing, Passes};
 use crate::data::prepare::Prepared;
 use crate::data::tales;
 use crate::device::{ComputeDevice, peak_host_memory_mib};
@@ -255,7 +255,7 @@ impl Checkpoint {
 fn training_rows(prepared: &Prepared, plan: &BatchPlan, sequence_len: usize) -> Result<Loader> {
     let documents = Arc::new(prepared.documents(Split::Train)?);
     let packing = Packing::new(sequence_len);
-    Loader::new(documents, prepared.tokenizer().clone(), plan.device_batch_size, packing, Epochs::Repeat, None)
+    Loader::new(documents, prepared.tokenizer().clone(), plan.device_batch_size, packing, Passes::Endless, None)
 }
 
 /// Makes sure that the validation text gives a row to evaluate.
@@ -272,7 +272,7 @@ fn require_validation_row(prepared: &Prepared, sequence_len: usize) -> Result<()
 fn validation_rows(prepared: &Prepared, rows: usize, sequence_len: usize) -> Result<Loader> {
     let documents = Arc::new(prepared.documents(Split::Validation)?);
     let packing = Packing::new(sequence_len);
-    Loader::new(documents, prepared.tokenizer().clone(), 1, packing, Epochs::AtMost(rows), None)
+    Loader::new(documents, prepared.tokenizer().clone(), 1, packing, Passes::OnePass { at_most_rows: rows }, None)
 }
 
 fn evaluate_rows(model: &Gpt, prepared: &Prepared, eval_tokens: usize, device: &Device) -> Result<Evaluation> {
