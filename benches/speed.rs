@@ -4,7 +4,7 @@
 use autoresearch::config::Profile;
 use autoresearch::data::documents::Documents;
 use autoresearch::data::loader::Loader;
-use autoresearch::data::packing::{Epochs, Packing};
+use autoresearch::data::packing::{Packing, Passes};
 use autoresearch::data::tales;
 use autoresearch::device::ComputeDevice;
 use autoresearch::eval::{ByteLengths, evaluate_bpb};
@@ -44,12 +44,12 @@ fn main() -> anyhow::Result<()> {
 
     let rows = |epochs| {
         let documents = match epochs {
-            Epochs::Repeat => Documents::generated(tales::TRAIN_DOCUMENTS, 1024, tales::train_document),
+            Passes::Endless => Documents::generated(tales::TRAIN_DOCUMENTS, 1024, tales::train_document),
             _ => Documents::generated(tales::VALIDATION_DOCUMENTS, 1024, tales::validation_document),
         };
         Loader::new(Arc::new(documents), tokenizer.clone(), 8, Packing::new(SEQUENCE_LEN), epochs, None)
     };
-    let mut packed = rows(Epochs::Repeat)?;
+    let mut packed = rows(Passes::Endless)?;
     report("rows of 257 tokens, generated, tokenized and packed", "tokens/s", 5, || {
         let mut tokens = 0;
         for _ in 0..200 {
@@ -78,7 +78,7 @@ fn main() -> anyhow::Result<()> {
     let mut model = Gpt::new(&sizes, compute.compute_type, 1, &autodiff);
     let plan = BatchPlan::new(&hyperparameters, SEQUENCE_LEN)?;
     let mut optimizer = MuonAdamW::new(&model, &hyperparameters.parameter_groups(&model), compute.compute_type)?;
-    let mut training_rows = rows(Epochs::Repeat)?;
+    let mut training_rows = rows(Passes::Endless)?;
     let mut last_loss = f64::INFINITY;
     report("training, profile cpu", "tokens/s", 3, || {
         let mut loss = 0.0;
@@ -105,7 +105,8 @@ fn main() -> anyhow::Result<()> {
     let inference = model.valid();
     report("evaluation, profile cpu", "tokens/s", 3, || {
         let lengths = ByteLengths::of(&tokenizer);
-        let evaluation = evaluate_bpb(&inference, &mut rows(Epochs::AtMost(128))?, &lengths, &compute.device)?;
+        let evaluation =
+            evaluate_bpb(&inference, &mut rows(Passes::OnePass { at_most_rows: 128 })?, &lengths, &compute.device)?;
         assert!(evaluation.bpb().is_finite());
         Ok(evaluation.tokens as f64)
     })?;

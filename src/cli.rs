@@ -1,8 +1,9 @@
 //! Commands and flags: each command is a few calls into the library.
 
 use crate::config::Config;
+use crate::data::command::{command, prepare_command};
 use crate::data::manifest::Manifest;
-use crate::data::prepare::{DEFAULT_DATASET, DEFAULT_VOCAB_SIZE, PrepareOptions, prepare};
+use crate::data::prepare::{DEFAULT_VOCAB_SIZE, PrepareOptions, prepare};
 use crate::device::{ComputeDevice, DEVICE_NAMES};
 use crate::output::say;
 use crate::run::{self, Conditions};
@@ -57,7 +58,8 @@ struct PrepareArgs {
     /// Files to fetch at a time.
     #[arg(long, value_name = "N", default_value_t = 8)]
     download_workers: usize,
-    /// A data set's name (climbmix, tinystories, tales) or a folder of .parquet, .txt, .md or .jsonl files.
+    /// A data set's name (climbmix, tinystories, tales) or a folder of .parquet, .txt, .md or .jsonl files
+    /// [default: what `train` takes: tales on a CPU, climbmix on a GPU].
     #[arg(long, value_name = "NAME|DIR")]
     dataset: Option<String>,
     /// Token ids, special tokens included [default: the data set's usual].
@@ -216,22 +218,25 @@ fn quickstart(cache_dir: Option<&Path>) -> Result<()> {
     say(format_args!("---\nA sample after \"{prompt}\":"));
     let text = run::sample(&run, None, prompt, &Sampling::default())?;
     say(format_args!("{prompt}{text}"));
-    let run = run.display();
+    let train = command(&["train", "--config", "configs/cpu.toml"], cache_dir);
+    let more = command(&["sample", "--checkpoint", &run.to_string_lossy(), "--prompt", "The end of"], cache_dir);
+    let own = prepare_command("FOLDER", &[], cache_dir);
     say(format_args!(
-        "---\nNext: edit src/model.rs and compare val_bpb:  cargo run --release -- train --config configs/cpu.toml\n      \
-         more samples:  cargo run --release -- sample --checkpoint {run} --prompt \"...\"\n      \
-         your own text: cargo run --release -- prepare --dataset FOLDER, then train --dataset FOLDER --vocab-size 8192"
+        "---\nNext: edit src/model.rs and compare val_bpb:  {train}\n      more samples:  {more}\n      your own text: {own}"
     ));
     Ok(())
 }
 
 fn prepare_dataset(args: PrepareArgs) -> Result<()> {
-    let config = args.config.as_deref().map(Config::read).transpose()?;
-    let from_config = config.as_ref().map(|config| config.dataset.clone());
-    let dataset = args.dataset.or(from_config).unwrap_or_else(|| DEFAULT_DATASET.to_owned());
+    let config = match (&args.config, &args.dataset) {
+        (None, Some(_)) => None,
+        (path, _) => Some(configuration(path.as_deref(), None)?.0),
+    };
+    let (from_config, usual_of_config) = config.map(|config| (config.dataset, config.vocab_size)).unzip();
+    let dataset = args.dataset.or(from_config).expect("without --dataset there is a configuration");
     let usual = Manifest::named(&dataset).map_or(DEFAULT_VOCAB_SIZE, |manifest| manifest.vocab_size);
     let options = PrepareOptions {
-        vocab_size: args.vocab_size.or(config.map(|config| config.vocab_size)).unwrap_or(usual),
+        vocab_size: args.vocab_size.or(usual_of_config).unwrap_or(usual),
         dataset,
         cache_dir: args.cache.cache_dir,
         num_shards: args.num_shards,
@@ -239,21 +244,30 @@ fn prepare_dataset(args: PrepareArgs) -> Result<()> {
         retrain_tokenizer: args.retrain_tokenizer,
     };
     prepare(&options, |line| say(line))?;
-    let (dataset, vocab_size) = (options.dataset, options.vocab_size);
-    say(format_args!("ready; next: autoresearch train --dataset {dataset} --vocab-size {vocab_size}"));
+    let (config, vocab_size) =
+        (args.config.map(|path| path.to_string_lossy().into_owned()), options.vocab_size.to_string());
+    let mut train = vec!["train"];
+    train.extend(config.iter().flat_map(|path| ["--config", path]));
+    train.extend(["--dataset", &options.dataset, "--vocab-size", &vocab_size]);
+    say(format_args!("ready; next: {}", command(&train, options.cache_dir.as_deref())));
     Ok(())
 }
 
+/// The configuration at `path` or, without one, the built-in one for `device`; with its name.
+fn configuration(path: Option<&Path>, device: Option<&str>) -> Result<(Config, String)> {
+    match path {
+        Some(path) => Ok((Config::read(path)?, path.display().to_string())),
+        None => built_in_configuration(ComputeDevice::select(device.unwrap_or("auto"))?.is_cpu),
+    }
+}
+
+fn built_in_configuration(is_cpu: bool) -> Result<(Config, String)> {
+    let (text, name) = if is_cpu { (CPU_CONFIG, "configs/cpu.toml") } else { (HALO_CONFIG, "configs/halo.toml") };
+    Ok((Config::parse(text, name)?, name.to_owned()))
+}
+
 fn train(args: TrainArgs) -> Result<()> {
-    let (mut config, config_name) = match &args.config {
-        Some(path) => (Config::read(path)?, path.display().to_string()),
-        None => {
-            let device = ComputeDevice::select(args.conditions.device.as_deref().unwrap_or("auto"))?;
-            let (text, name) =
-                if device.is_cpu { (CPU_CONFIG, "configs/cpu.toml") } else { (HALO_CONFIG, "configs/halo.toml") };
-            (Config::parse(text, name)?, name.to_owned())
-        }
-    };
+    let (mut config, config_name) = configuration(args.config.as_deref(), args.conditions.device.as_deref())?;
     args.conditions.apply(&mut config);
     config.validate(&format!("{config_name} with the flags given"))?;
     if args.steps == Some(0) {
@@ -327,4 +341,17 @@ fn verify_goldens(args: &VerifyArgs) -> Result<()> {
         "{failed} golden values differ; hint: with src/model.rs and src/optim.rs as they came, this device or its driver computes wrong numbers"
     );
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_cpu_takes_the_generated_stories_and_a_gpu_web_text() {
+        let choice =
+            |is_cpu| built_in_configuration(is_cpu).map(|(config, _)| (config.dataset, config.vocab_size)).unwrap();
+        assert_eq!(choice(true), ("tales".to_owned(), 1024));
+        assert_eq!(choice(false), ("climbmix".to_owned(), 8192));
+    }
 }

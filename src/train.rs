@@ -196,7 +196,7 @@ impl Training<'_> {
                 data_wait += batch.waited;
                 epoch = batch.epoch;
                 let (input, targets) = input_and_targets(&batch.rows, batch.row_length, &autodiff);
-                dropped_percent = batch.state.packer.dropped_percent();
+                dropped_percent = batch.dropped_percent;
                 let loss = model.loss(input, targets) / plan.micro_batches as f64;
                 let micro_gradients = take_gradients(&model, &mut loss.backward());
                 accumulate(&mut gradients, micro_gradients);

@@ -240,8 +240,10 @@ fn the_same_command_gives_the_same_number_in_a_folder_of_its_own() {
 fn a_folder_of_text_goes_end_to_end_from_anywhere() {
     let place = Place::new();
     place.texts("my text", stories(0..60));
-    let prepared = place.ok(&["prepare", "--dataset", "my text", "--vocab-size", "262"]);
+    let prepared = place.ok(&["prepare", "--dataset", "my text", "--vocab-size", "262", "--config", "ci.toml"]);
     assert!(prepared.stdout.contains("60 text files") && prepared.stdout.contains("SHA-256"), "{}", prepared.stdout);
+    let next = "next: cargo run --release -- train --config ci.toml --dataset 'my text' --vocab-size 262\n";
+    assert!(prepared.stdout.ends_with(next), "{}", prepared.stdout);
     let trained = place.ok(&[&SMOKE[..], &["--dataset", "my text", "--vocab-size", "262"]].concat());
     assert_eq!(trained.value("bpb_floor"), "n/a");
     let run = place.path(trained.value("run_dir"));
@@ -437,7 +439,7 @@ fn a_batch_that_is_not_whole_names_the_nearest_that_are() {
 #[test]
 fn a_data_set_that_is_not_prepared_names_the_command() {
     let place = Place::new();
-    place.assert_refused(&SMOKE, &["tales", "autoresearch prepare --dataset tales --vocab-size 1024"]);
+    place.assert_refused(&SMOKE, &["tales", "cargo run --release -- prepare --dataset tales --vocab-size 1024"]);
     place
         .assert_refused(&["train", "--config", "ci.toml", "--dataset", "nosuch"], &["--dataset nosuch", "tinystories"]);
     place.assert_refused(&["prepare", "--dataset", "ci.toml"], &["ci.toml", "folder"]);
@@ -533,7 +535,7 @@ fn shards_that_were_damaged_later_are_named() {
     fs::write(&shard, garbled).unwrap();
     place.assert_refused(&train, &["a.parquet"]);
     fs::write(&shard, &whole[..whole.len() / 2]).unwrap();
-    place.assert_refused(&train, &["a.parquet", "complete parquet file"]);
+    place.assert_refused(&train, &["a.parquet", "bytes that was prepared", "prepare --dataset shards"]);
     fs::remove_file(&shard).unwrap();
     place.assert_refused(&train, &["a.parquet"]);
 }
@@ -568,9 +570,9 @@ fn a_damaged_tokenizer_is_refused_and_made_again_by_prepare() {
     for file in ["tokenizer.tiktoken", "tokenizer.json"] {
         let path = place.path("cache/tales").join(file);
         truncate(&path);
-        place.assert_refused(&SMOKE, &[file, "autoresearch prepare"]);
+        place.assert_refused(&SMOKE, &[file, "cargo run --release -- prepare --dataset tales"]);
         fs::remove_file(&path).unwrap();
-        place.assert_refused(&SMOKE, &[file, "autoresearch prepare"]);
+        place.assert_refused(&SMOKE, &[file, "cargo run --release -- prepare --dataset tales"]);
         place.ok(&["prepare", "--dataset", "tales"]);
         place.ok(&SMOKE);
     }

@@ -28,7 +28,7 @@ fn verify(folder: &Path, corpus: Option<PathBuf>) -> (Vec<Check>, Vec<String>) {
 
 /// Says something past the test runner, which keeps what tests print to itself.
 fn note(text: &str) {
-    writeln!(std::io::stderr(), "{text}").unwrap();
+    std::io::stderr().write_all(format!("{text}\n").as_bytes()).unwrap();
 }
 
 fn failures(checks: &[Check]) -> Vec<String> {

@@ -4,7 +4,7 @@ use crate::model::{lively, small};
 use autoresearch::config::Profile;
 use autoresearch::data::documents::Documents;
 use autoresearch::data::loader::{Encode, Loader};
-use autoresearch::data::packing::{Epochs, Packing};
+use autoresearch::data::packing::{Packing, Passes};
 use autoresearch::model::{Gpt, Hyperparameters};
 use autoresearch::optim::MuonAdamW;
 use autoresearch::parameters::parameters;
@@ -26,11 +26,11 @@ impl Encode for Letters {
     }
 }
 
-pub fn rows(batch: usize, epochs: Epochs) -> Loader {
+pub fn rows(batch: usize, passes: Passes) -> Loader {
     let text =
         |index: usize| (0..5 + index % 11).map(|i| char::from(b'a' + ((index * 3 + i * i) % 26) as u8)).collect();
     let documents = Arc::new(Documents::generated(2000, 100, text));
-    Loader::new(documents, Arc::new(Letters), batch, Packing::new(16), epochs, None).unwrap()
+    Loader::new(documents, Arc::new(Letters), batch, Packing::new(16), passes, None).unwrap()
 }
 
 /// A clock that moves on by a second each time it is asked.
@@ -56,7 +56,7 @@ fn train(
     let outcome = Training {
         optimizer: &mut MuonAdamW::new(&model, &groups, FloatDType::F32).unwrap(),
         model,
-        rows: &mut rows(plan.device_batch_size, Epochs::Repeat),
+        rows: &mut rows(plan.device_batch_size, Passes::Endless),
         hyperparameters,
         plan,
         limit,

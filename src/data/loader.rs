@@ -4,7 +4,7 @@
 //! they run ahead of training by a fixed amount; none of them uses rayon's pool, which belongs to the training step.
 
 use super::documents::Documents;
-use super::packing::{Epochs, Packer, PackerState, Packing, Refill, TokenizedDocument};
+use super::packing::{Packer, PackerPosition, PackerState, Packing, Passes, Refill, TokenizedDocument};
 use crate::tokenizer::Tokenizer;
 use anyhow::{Result, anyhow, bail, ensure};
 use burn_dataset::Dataset;
@@ -63,10 +63,20 @@ pub struct Batch {
     pub row_length: usize,
     /// The pass over the documents that the packer had reached, from 1.
     pub epoch: usize,
-    /// Where a loader goes on after this batch.
-    pub state: Arc<LoaderState>,
+    /// The share of the tokens taken so far that stand in no row, in percent.
+    pub dropped_percent: f64,
     /// How long the caller waited for it.
     pub waited: Duration,
+    documents: usize,
+    packing: Packing,
+    position: PackerPosition,
+}
+
+impl Batch {
+    /// Where a loader goes on after this batch.
+    pub fn state(&self) -> LoaderState {
+        LoaderState { documents: self.documents, packing: self.packing, packer: self.position.state() }
+    }
 }
 
 /// A refill before it is tokenized. Threads pass on results, the first error last.
@@ -94,7 +104,7 @@ impl Loader {
         encoder: Arc<E>,
         batch_rows: usize,
         packing: Packing,
-        epochs: Epochs,
+        passes: Passes,
         state: Option<LoaderState>,
     ) -> Result<Self> {
         ensure!(
@@ -140,7 +150,7 @@ impl Loader {
             })?;
         }
         loader.spawn("packer", move || {
-            if let Err(error) = guarded(|| pack(total, packing, epochs, batch_rows, state, &refills, &batch_sender)) {
+            if let Err(error) = guarded(|| pack(total, packing, passes, batch_rows, state, &refills, &batch_sender)) {
                 batch_sender.send(Err(error)).ok();
             }
         })?;
@@ -270,7 +280,7 @@ fn tokenize<E: Encode + ?Sized>(
 fn pack(
     documents: usize,
     packing: Packing,
-    epochs: Epochs,
+    passes: Passes,
     batch_rows: usize,
     state: PackerState,
     refills: &[Receiver<Result<Refill>>],
@@ -287,7 +297,7 @@ fn pack(
     while buffered.len() < restored {
         buffered.extend(next_refill()?.documents);
     }
-    let mut packer = Packer::resume(packing, epochs, state, buffered);
+    let mut packer = Packer::resume(packing, passes, state, buffered);
 
     loop {
         let mut rows = Vec::new();
@@ -298,10 +308,18 @@ fn pack(
         if row_count == 0 {
             return Ok(());
         }
-        let packer = packer.state();
-        let epoch = packer.epoch;
-        let state = Arc::new(LoaderState { documents, packing, packer });
-        let batch = Batch { rows, row_count, row_length: packing.row_length, epoch, state, waited: Duration::ZERO };
+        let position = packer.position();
+        let batch = Batch {
+            rows,
+            row_count,
+            row_length: packing.row_length,
+            epoch: position.epoch(),
+            dropped_percent: position.dropped_percent(),
+            waited: Duration::ZERO,
+            documents,
+            packing,
+            position,
+        };
         if output.send(Ok(batch)).is_err() {
             return Ok(());
         }
@@ -344,8 +362,8 @@ mod tests {
         Packing { row_length: 65, buffer_documents: 100, refill_documents: 16 }
     }
 
-    fn loader(batch_rows: usize, epochs: Epochs, state: Option<LoaderState>) -> Loader {
-        Loader::new(texts(), Arc::new(Bytes), batch_rows, small(), epochs, state).unwrap()
+    fn loader(batch_rows: usize, passes: Passes, state: Option<LoaderState>) -> Loader {
+        Loader::new(texts(), Arc::new(Bytes), batch_rows, small(), passes, state).unwrap()
     }
 
     fn batches(loader: &mut Loader, most: usize) -> Vec<Batch> {
@@ -370,9 +388,10 @@ mod tests {
 
     #[test]
     fn rows_do_not_depend_on_the_batch_size() {
-        let expected = rows(&batches(&mut loader(1, Epochs::AtMost(usize::MAX), None), usize::MAX));
+        let expected = rows(&batches(&mut loader(1, Passes::OnePass { at_most_rows: usize::MAX }, None), usize::MAX));
         for batch_rows in [2, 7, 1000] {
-            let batches = batches(&mut loader(batch_rows, Epochs::AtMost(usize::MAX), None), usize::MAX);
+            let batches =
+                batches(&mut loader(batch_rows, Passes::OnePass { at_most_rows: usize::MAX }, None), usize::MAX);
             assert_eq!(rows(&batches), expected, "{batch_rows}");
             let (last, whole) = batches.split_last().unwrap();
             assert!(whole.iter().all(|batch| batch.row_count == batch_rows));
@@ -382,8 +401,8 @@ mod tests {
 
     #[test]
     fn a_single_pass_ends_and_stays_ended() {
-        let mut loader = loader(4, Epochs::AtMost(usize::MAX), None);
-        let state = batches(&mut loader, usize::MAX).pop().unwrap().state;
+        let mut loader = loader(4, Passes::OnePass { at_most_rows: usize::MAX }, None);
+        let state = batches(&mut loader, usize::MAX).pop().unwrap().state();
         assert!(state.packer.buffered.len() * 65 < 65 * 65);
         assert_eq!(state.packer.next_document, 700);
         assert!(loader.next_batch().unwrap().is_none());
@@ -392,30 +411,32 @@ mod tests {
     #[test]
     fn every_document_starts_once_per_epoch() {
         let tokens: usize = (0..700).map(|index| 1 + text(index).len()).sum();
-        let mut loader = loader(1, Epochs::Repeat, None);
+        let mut loader = loader(1, Passes::Endless, None);
         let mut seen = Vec::new();
         let mut epochs = Vec::new();
         while epochs.last() != Some(&4) {
             let batch = loader.next_batch().unwrap().unwrap();
+            let state = batch.state().packer;
             seen.extend(batch.rows);
             epochs.push(batch.epoch);
-            let state = &batch.state.packer;
             // Whatever has been taken in stands in rows, was cut off, or is still buffered.
             let buffered: usize = state.buffered.iter().map(|&index| 1 + text(index).len()).sum();
             let passes = tokens * (state.epoch - 1);
             let this_pass: usize = (0..state.next_document).map(|index| 1 + text(index).len()).sum();
-            assert_eq!(state.packed_tokens + state.dropped_tokens + buffered as u64, (passes + this_pass) as u64);
+            let taken = state.packed_tokens + state.dropped_tokens;
+            assert_eq!(taken + buffered as u64, (passes + this_pass) as u64);
+            assert_eq!(batch.dropped_percent, 100.0 * state.dropped_tokens as f64 / taken as f64);
         }
         epochs.dedup();
         assert_eq!(epochs, [1, 2, 3, 4]);
         let starts = seen.iter().filter(|&&token| token == BOS).count();
-        let state = batches(&mut loader, 1).pop().unwrap().state;
+        let state = batches(&mut loader, 1).pop().unwrap().state();
         assert!(starts + state.packer.buffered.len() >= 3 * 700);
     }
 
     #[test]
     fn documents_of_every_kind_arrive_as_their_text() {
-        let rows = rows(&batches(&mut loader(8, Epochs::AtMost(usize::MAX), None), usize::MAX));
+        let rows = rows(&batches(&mut loader(8, Passes::OnePass { at_most_rows: usize::MAX }, None), usize::MAX));
         assert!(rows.windows(2).any(|pair| pair == [BOS, BOS]), "an empty document is a lone BOS");
         let mut special = vec![BOS];
         special.extend(Bytes.encode("2:<|reserved_0|>"));
@@ -425,29 +446,29 @@ mod tests {
 
     #[test]
     fn a_saved_position_goes_on_with_the_same_rows() {
-        for epochs in [Epochs::AtMost(usize::MAX), Epochs::Repeat] {
-            let mut whole = loader(3, epochs, None);
+        for passes in [Passes::OnePass { at_most_rows: usize::MAX }, Passes::Endless] {
+            let mut whole = loader(3, passes, None);
             let all = batches(&mut whole, 400);
             for stop in (0..all.len()).step_by(23) {
-                let saved = serde_json::to_string(&*all[stop].state).unwrap();
-                let mut resumed = loader(3, epochs, Some(serde_json::from_str(&saved).unwrap()));
+                let saved = serde_json::to_string(&all[stop].state()).unwrap();
+                let mut resumed = loader(3, passes, Some(serde_json::from_str(&saved).unwrap()));
                 let rest = batches(&mut resumed, 20.min(all.len() - stop - 1));
                 let expected = &all[stop + 1..][..rest.len()];
                 assert_eq!(rows(&rest), rows(expected), "after batch {stop}");
-                assert!(rest.iter().zip(expected).all(|(ours, theirs)| ours.state == theirs.state));
+                assert!(rest.iter().zip(expected).all(|(ours, theirs)| ours.state() == theirs.state()));
             }
         }
     }
 
     #[test]
     fn a_position_of_other_documents_is_refused() {
-        let state = batches(&mut loader(3, Epochs::Repeat, None), 1).pop().unwrap().state;
-        let resume = |state| Loader::new(texts(), Arc::new(Bytes), 3, small(), Epochs::Repeat, Some(state));
-        let other = LoaderState { documents: 699, ..(*state).clone() };
+        let state = batches(&mut loader(3, Passes::Endless, None), 1).pop().unwrap().state();
+        let resume = |state| Loader::new(texts(), Arc::new(Bytes), 3, small(), Passes::Endless, Some(state));
+        let other = LoaderState { documents: 699, ..state.clone() };
         assert!(refusal(resume(other)).contains("belongs to 699 documents, found 700"));
-        let other = LoaderState { packing: Packing::new(64), ..(*state).clone() };
+        let other = LoaderState { packing: Packing::new(64), ..state.clone() };
         assert!(refusal(resume(other)).contains("packed with"));
-        let mut other = (*state).clone();
+        let mut other = state.clone();
         other.packer.buffered.push(700);
         assert!(refusal(resume(other)).contains("is damaged"));
     }
@@ -455,14 +476,16 @@ mod tests {
     #[test]
     fn no_documents_and_no_rows_are_refused() {
         let none = Arc::new(Documents::generated(0, 1, text));
-        refusal(Loader::new(none, Arc::new(Bytes), 3, small(), Epochs::Repeat, None));
-        refusal(Loader::new(texts(), Arc::new(Bytes), 0, small(), Epochs::Repeat, None));
+        refusal(Loader::new(none, Arc::new(Bytes), 3, small(), Passes::Endless, None));
+        refusal(Loader::new(texts(), Arc::new(Bytes), 0, small(), Passes::Endless, None));
     }
 
     #[test]
     fn a_text_too_short_for_a_row_gives_no_batch() {
         let short = Arc::new(Documents::generated(3, 1, |_| "short".to_string()));
-        let mut loader = Loader::new(short, Arc::new(Bytes), 3, small(), Epochs::AtMost(usize::MAX), None).unwrap();
+        let mut loader =
+            Loader::new(short, Arc::new(Bytes), 3, small(), Passes::OnePass { at_most_rows: usize::MAX }, None)
+                .unwrap();
         assert!(loader.next_batch().unwrap().is_none());
     }
 
@@ -472,7 +495,7 @@ mod tests {
             assert!(index < 400, "no document {index}");
             text(index)
         }));
-        let mut loader = Loader::new(faulty, Arc::new(Bytes), 1, small(), Epochs::Repeat, None).unwrap();
+        let mut loader = Loader::new(faulty, Arc::new(Bytes), 1, small(), Passes::Endless, None).unwrap();
         let mut rows = 0;
         let error = loop {
             match loader.next_batch() {
@@ -497,8 +520,8 @@ mod tests {
                 BOS
             }
         }
-        for epochs in [Epochs::AtMost(usize::MAX), Epochs::Repeat] {
-            let mut loader = Loader::new(texts(), Arc::new(Faulty), 1, small(), epochs, None).unwrap();
+        for passes in [Passes::OnePass { at_most_rows: usize::MAX }, Passes::Endless] {
+            let mut loader = Loader::new(texts(), Arc::new(Faulty), 1, small(), passes, None).unwrap();
             let error = std::iter::from_fn(|| loader.next_batch().transpose()).find_map(Result::err).unwrap();
             assert!(error.to_string().contains("panicked: cannot encode 502:"), "{error}");
         }
@@ -511,7 +534,7 @@ mod tests {
         crate::data::parquet_shards::tests::write_shard(&path, &[Some("some text"); 50]);
         let documents = Documents::from_parquet(ParquetShards::open(vec![path.clone()], "text").unwrap());
         std::fs::remove_file(&path).unwrap();
-        let mut loader = Loader::new(Arc::new(documents), Arc::new(Bytes), 1, small(), Epochs::Repeat, None).unwrap();
+        let mut loader = Loader::new(Arc::new(documents), Arc::new(Bytes), 1, small(), Passes::Endless, None).unwrap();
         let error = loader.next_batch().unwrap_err().to_string();
         assert!(error.starts_with(path.to_str().unwrap()) && error.contains("hint: "), "{error}");
     }
@@ -519,7 +542,7 @@ mod tests {
     #[test]
     fn dropping_the_loader_stops_its_threads() {
         let (documents, encoder) = (texts(), Arc::new(Bytes));
-        let mut loader = Loader::new(documents.clone(), encoder.clone(), 3, small(), Epochs::Repeat, None).unwrap();
+        let mut loader = Loader::new(documents.clone(), encoder.clone(), 3, small(), Passes::Endless, None).unwrap();
         loader.next_batch().unwrap();
         drop(loader);
         assert_eq!((Arc::strong_count(&documents), Arc::strong_count(&encoder)), (1, 1));

@@ -2,8 +2,9 @@
 //!
 //! A [`manifest`] names a data set, [`download`] fetches its shards, [`documents`] reads them (from [`parquet_shards`],
 //! [`text_files`] or the generator of [`tales`]), [`packing`] turns tokenized documents into rows, [`loader`] does so in the
-//! background, and [`prepare`] ties a data set and its tokenizer to a folder of the cache.
+//! background, and [`prepare`] ties a data set and its tokenizer to a folder of the cache; [`command`] says what to run next.
 
+pub mod command;
 pub mod documents;
 pub mod download;
 pub mod loader;

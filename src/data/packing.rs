@@ -43,14 +43,17 @@ pub struct Refill {
     pub documents: Vec<TokenizedDocument>,
 }
 
-/// How many rows there are to be.
+/// How often the documents are gone through.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Epochs {
-    /// Rows without end: the documents over and over, in the same order. For training.
-    Repeat,
-    /// The first so many of these rows or, where a single pass over the documents gives fewer whole rows, all that the
-    /// single pass gives, each document standing in them once. For validation.
-    AtMost(usize),
+pub enum Passes {
+    /// Over and over, in the same order: rows without end. For training.
+    Endless,
+    /// Once, each document standing in the rows once: as many whole rows as that gives, but no more than asked for. For
+    /// validation.
+    OnePass {
+        /// The first so many rows are all that there are to be; they equal those of the endless stream.
+        at_most_rows: usize,
+    },
 }
 
 /// Where packing has got to between two rows: what it takes to go on exactly from there.
@@ -74,11 +77,35 @@ impl PackerState {
     pub fn start() -> Self {
         Self { epoch: 1, next_document: 0, buffered: Vec::new(), packed_tokens: 0, dropped_tokens: 0 }
     }
+}
+
+/// Where packing has got to, before it is put in order as a [`PackerState`].
+#[derive(Clone, Debug)]
+pub struct PackerPosition {
+    /// Without what is buffered.
+    state: PackerState,
+    /// When each buffered document came in, and its number, in any order.
+    arrivals: Vec<(u64, usize)>,
+}
+
+impl PackerPosition {
+    /// The pass of the last refill, from 1.
+    pub fn epoch(&self) -> usize {
+        self.state.epoch
+    }
 
     /// The share of the tokens taken so far that stand in no row, in percent.
     pub fn dropped_percent(&self) -> f64 {
-        let taken = self.packed_tokens + self.dropped_tokens;
-        if taken == 0 { 0.0 } else { 100.0 * self.dropped_tokens as f64 / taken as f64 }
+        let PackerState { packed_tokens, dropped_tokens, .. } = self.state;
+        let taken = packed_tokens + dropped_tokens;
+        if taken == 0 { 0.0 } else { 100.0 * dropped_tokens as f64 / taken as f64 }
+    }
+
+    /// What it takes to go on from here.
+    pub fn state(&self) -> PackerState {
+        let mut arrivals = self.arrivals.clone();
+        arrivals.sort_unstable();
+        PackerState { buffered: arrivals.into_iter().map(|(_, index)| index).collect(), ..self.state.clone() }
     }
 }
 
@@ -89,11 +116,12 @@ impl PackerState {
 #[derive(Clone, Debug)]
 pub struct Packer {
     packing: Packing,
-    epochs: Epochs,
+    passes: Passes,
     buffer: Buffer<TokenizedDocument>,
     arrivals: u64,
     /// Whether the buffer is no longer refilled, which ends a single pass.
     draining: bool,
+    /// With nothing buffered: that is in `buffer`.
     state: PackerState,
 }
 
@@ -102,8 +130,9 @@ type Buffer<T> = BTreeMap<(usize, u64), T>;
 
 impl Packer {
     /// Goes on from `state`, with the tokens of the documents that it names as buffered, in the same order.
-    pub fn resume(packing: Packing, epochs: Epochs, state: PackerState, buffered: Vec<TokenizedDocument>) -> Self {
-        let mut packer = Self { packing, epochs, buffer: Buffer::new(), arrivals: 0, draining: false, state };
+    pub fn resume(packing: Packing, passes: Passes, state: PackerState, buffered: Vec<TokenizedDocument>) -> Self {
+        let state = PackerState { buffered: Vec::new(), ..state };
+        let mut packer = Self { packing, passes, buffer: Buffer::new(), arrivals: 0, draining: false, state };
         packer.buffer(buffered);
         packer
     }
@@ -115,7 +144,7 @@ impl Packer {
     /// # Errors
     /// Those of `refills`; the packer is then between two states and not to be used any more.
     pub fn pack_row(&mut self, refills: &mut impl FnMut() -> Result<Refill>, rows: &mut Vec<u32>) -> Result<bool> {
-        if matches!(self.epochs, Epochs::AtMost(most) if self.rows_so_far() >= most) {
+        if matches!(self.passes, Passes::OnePass { at_most_rows } if self.rows_so_far() >= at_most_rows) {
             return Ok(false);
         }
         let start = rows.len();
@@ -145,13 +174,10 @@ impl Packer {
         Ok(true)
     }
 
-    /// Where packing has got to.
-    pub fn state(&self) -> PackerState {
-        let mut arrivals: Vec<_> =
-            self.buffer.iter().map(|((_, arrival), document)| (*arrival, document.index)).collect();
-        arrivals.sort_unstable();
-        let buffered = arrivals.into_iter().map(|(_, index)| index).collect();
-        PackerState { buffered, ..self.state.clone() }
+    /// Where packing has got to; cheap enough for every batch.
+    pub fn position(&self) -> PackerPosition {
+        let arrivals = self.buffer.iter().map(|((_, arrival), document)| (*arrival, document.index)).collect();
+        PackerPosition { state: self.state.clone(), arrivals }
     }
 
     fn buffer(&mut self, documents: Vec<TokenizedDocument>) {
@@ -172,10 +198,10 @@ impl Packer {
     /// Whether packing stays with the first pass, whose documents are all in when `refill` opens the second: with the row
     /// that is filled with `filled` tokens, what is buffered gives fewer rows than there are to be.
     fn ends_before(&self, refill: &Refill, filled: usize) -> bool {
-        let Epochs::AtMost(most) = self.epochs else {
+        let Passes::OnePass { at_most_rows } = self.passes else {
             return false;
         };
-        self.state.epoch == 1 && refill.epoch > 1 && self.rows_so_far() + self.rows_left(filled) < most
+        self.state.epoch == 1 && refill.epoch > 1 && self.rows_so_far() + self.rows_left(filled) < at_most_rows
     }
 
     /// Rows that what is buffered gives without a refill, when the first of them is filled with `filled` tokens.
@@ -232,18 +258,18 @@ mod tests {
         }
     }
 
-    fn packer(row_length: usize, buffer_documents: usize, epochs: Epochs) -> Packer {
+    fn packer(row_length: usize, buffer_documents: usize, passes: Passes) -> Packer {
         let packing = Packing { row_length, buffer_documents, refill_documents: 16 };
-        Packer::resume(packing, epochs, PackerState::start(), Vec::new())
+        Packer::resume(packing, passes, PackerState::start(), Vec::new())
     }
 
     /// All rows of a validation that wants `most`.
     fn at_most(documents: &[TokenizedDocument], most: usize) -> (Vec<u32>, PackerState) {
-        let mut packer = packer(65, 100, Epochs::AtMost(most));
+        let mut packer = packer(65, 100, Passes::OnePass { at_most_rows: most });
         let mut refills = refills(documents);
         let mut rows = Vec::new();
         while packer.pack_row(&mut refills, &mut rows).unwrap() {}
-        (rows, packer.state())
+        (rows, packer.position().state())
     }
 
     /// The rule as the reference states it, by linear scans.
@@ -280,7 +306,7 @@ mod tests {
         {
             let documents = documents(777, longest, seed);
             let (mut ours, mut theirs) = (refills(&documents), refills(&documents));
-            let mut packer = packer(row_length, buffer_documents, Epochs::Repeat);
+            let mut packer = packer(row_length, buffer_documents, Passes::Endless);
             let mut buffer = Vec::new();
             for number in 0..600 {
                 let mut row = Vec::new();
@@ -296,7 +322,7 @@ mod tests {
         let documents: Vec<_> =
             given.map(|(index, &length)| TokenizedDocument { index, tokens: vec![index as u32; length] }).collect();
         let mut row = Vec::new();
-        packer(6, 4, Epochs::AtMost(1)).pack_row(&mut refills(&documents), &mut row).unwrap();
+        packer(6, 4, Passes::OnePass { at_most_rows: 1 }).pack_row(&mut refills(&documents), &mut row).unwrap();
         assert_eq!(row, [0, 0, 0, 2, 2, 2]);
     }
 
@@ -305,12 +331,12 @@ mod tests {
         let given = [9, 7, 7].iter().enumerate();
         let documents: Vec<_> =
             given.map(|(index, &length)| TokenizedDocument { index, tokens: vec![index as u32; length] }).collect();
-        let mut packer = packer(4, 3, Epochs::AtMost(1));
+        let mut packer = packer(4, 3, Passes::OnePass { at_most_rows: 1 });
         let mut row = Vec::new();
         packer.pack_row(&mut refills(&documents), &mut row).unwrap();
         assert_eq!(row, [1, 1, 1, 1]);
-        assert_eq!(packer.state().dropped_tokens, 3);
-        assert_eq!(packer.state().buffered, [0, 2]);
+        assert_eq!(packer.position().state().dropped_tokens, 3);
+        assert_eq!(packer.position().state().buffered, [0, 2]);
     }
 
     #[test]
@@ -333,7 +359,7 @@ mod tests {
             let documents = documents(count, longest, 7);
             let whole = at_most(&documents, usize::MAX).0.len() / 65;
             for most in [0, 1, whole / 2, whole - 1, whole] {
-                let (mut endless, mut refills) = (packer(65, 100, Epochs::Repeat), refills(&documents));
+                let (mut endless, mut refills) = (packer(65, 100, Passes::Endless), refills(&documents));
                 let mut expected = Vec::new();
                 for _ in 0..most {
                     endless.pack_row(&mut refills, &mut expected).unwrap();
@@ -348,7 +374,7 @@ mod tests {
     fn packing_goes_on_exactly_from_any_row() {
         let documents = documents(200, 90, 6);
         let mut whole = refills(&documents);
-        let mut packer = packer(65, 40, Epochs::Repeat);
+        let mut packer = packer(65, 40, Passes::Endless);
         let mut used = 0;
         for _ in 0..120 {
             let mut counted = || {
@@ -357,9 +383,9 @@ mod tests {
             };
             let mut row = Vec::new();
             packer.pack_row(&mut counted, &mut row).unwrap();
-            let state = packer.state();
+            let state = packer.position().state();
             let buffered = state.buffered.iter().map(|&index| documents[index].clone()).collect();
-            let mut resumed = Packer::resume(packer.packing, Epochs::Repeat, state, buffered);
+            let mut resumed = Packer::resume(packer.packing, Passes::Endless, state, buffered);
             let mut rest = refills(&documents);
             for _ in 0..used {
                 rest().unwrap();
@@ -375,7 +401,7 @@ mod tests {
                 resumed.pack_row(&mut rest, &mut found).unwrap();
             }
             assert_eq!(found, expected);
-            assert_eq!(resumed.state(), twin.state());
+            assert_eq!(resumed.position().state(), twin.position().state());
         }
     }
 }

@@ -150,10 +150,7 @@ pub fn is_complete(path: &Path) -> bool {
 
 fn open_shard(path: &Path) -> Result<(File, ArrowReaderMetadata)> {
     let file = File::open(path).map_err(|error| {
-        anyhow!(
-            "{}: cannot be opened ({error}); hint: run `autoresearch prepare` for this data set again",
-            path.display()
-        )
+        anyhow!("{}: cannot be opened ({error}); hint: prepare this data set again", path.display())
     })?;
     // Without the arrow schema that a writer may have embedded, every kind of string column arrives as Utf8 or Binary.
     let options = ArrowReaderOptions::new().with_skip_arrow_metadata(true);
@@ -203,7 +200,7 @@ fn texts(path: &Path, column: &str, batch: &RecordBatch) -> Result<Vec<Arc<str>>
 
 fn damaged(path: &Path, found: &str) -> String {
     format!(
-        "{}: expected a complete parquet file, found: {found}; hint: delete the file and fetch it again (`autoresearch prepare`)",
+        "{}: expected a complete parquet file, found: {found}; hint: delete the file and prepare the data set again",
         path.display()
     )
 }
@@ -309,8 +306,9 @@ pub(crate) mod tests {
         let column = |range: Range<usize>| Arc::new(StringArray::from(texts[range].to_vec()));
         write_column(&paths[0], "text", column(0..16), Compression::SNAPPY);
         write_column(&paths[1], "text", column(16..30), Compression::SNAPPY);
-        let documents = Documents::from_parquet(ParquetShards::open(paths.to_vec(), "text").unwrap());
-        assert_eq!(documents.groups().collect::<Vec<_>>(), [0..7, 7..14, 14..16, 16..23, 23..30]);
+        let shards = ParquetShards::open(paths.to_vec(), "text").unwrap();
+        assert_eq!(shards.group_lengths().collect::<Vec<_>>(), [7, 7, 2, 7, 7]);
+        let documents = Documents::from_parquet(shards);
         for step in [1, 7, 11, 29] {
             for place in 0..30 {
                 let index = place * step % 30;
@@ -329,8 +327,9 @@ pub(crate) mod tests {
         let mut writer = ArrowWriter::try_new(File::create(&path).unwrap(), batch.schema(), None).unwrap();
         writer.write(&batch).unwrap();
         writer.close().unwrap();
-        let documents = documents(&path);
-        assert_eq!(documents.groups().count(), 1);
+        let shards = ParquetShards::open(vec![path], "text").unwrap();
+        assert_eq!(shards.group_lengths().collect::<Vec<_>>(), [texts.len()]);
+        let documents = Documents::from_parquet(shards);
         assert_eq!(read(&documents), texts);
         for index in [5, 4, 2 * DECODED_ROWS, 3 * DECODED_ROWS + 4, DECODED_ROWS - 1, DECODED_ROWS, 3 * DECODED_ROWS] {
             assert_eq!(*documents.get(index).unwrap(), *texts[index], "{index}");

@@ -1,11 +1,12 @@
 //! The cache: a folder per data set with its shards, its tokenizer and a record of what was prepared.
 
+use super::command::prepare_command;
 use super::documents::{Documents, Split};
 use super::download::Hub;
 use super::manifest::{Dataset, Manifest, Source};
 use super::parquet_shards::ParquetShards;
 use super::tales;
-use super::text_files::{SPLIT_RULE, TextFiles};
+use super::text_files::{LONGEST_PIECE, SPLIT_RULE, TextFiles};
 use crate::atomic_file::write_atomically;
 use crate::tokenizer::{Tokenizer, TrainOptions};
 use anyhow::{Context, Result, anyhow, bail, ensure};
@@ -13,26 +14,29 @@ use burn_dataset::Dataset as _;
 use indicatif::{ProgressBar, ProgressStyle};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
+use std::collections::BTreeMap;
 use std::ffi::OsString;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// The data set that is prepared where none is named.
-pub const DEFAULT_DATASET: &str = "climbmix";
+/// The data set of [`PrepareOptions::default`].
+const DEFAULT_DATASET: &str = "climbmix";
 /// The size of the vocabulary where none is named.
 pub const DEFAULT_VOCAB_SIZE: usize = 8192;
 /// The environment variable that names the cache folder.
 pub const CACHE_VARIABLE: &str = "AUTORESEARCH_CACHE_DIR";
 
 const RECORD: &str = "prepared.json";
-const RECORD_FORMAT: u32 = 1;
+const RECORD_FORMAT: u32 = 2;
 /// The column of a user's own parquet files.
 const FOLDER_TEXT_COLUMN: &str = "text";
 /// How much of a user's own text the tokenizer is trained on.
 const FOLDER_TOKENIZER_CHARACTERS: usize = 1_000_000_000;
 /// The tokenizer sees this much of the start of each document.
 const DOCUMENT_CHARACTERS: usize = 10_000;
+/// Documents that are longer on average lose most of their text, as packing keeps at most one row of each.
+const LONG_DOCUMENT_CHARACTERS: u64 = 20_000;
 /// Generated documents form groups of this size.
 const GENERATED_GROUP: usize = 1024;
 
@@ -83,6 +87,27 @@ struct Record {
     /// The user's folder with the files; where there is none, they lie beside the record.
     corpus: Option<PathBuf>,
     files: Files,
+    /// Bytes of each file.
+    sizes: BTreeMap<String, u64>,
+    validation: ValidationText,
+}
+
+/// The format of a record of any version.
+#[derive(Deserialize)]
+struct AnyRecord {
+    format: u32,
+}
+
+/// What the metric is computed on, so that runs can tell whether they were measured on the same text.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct ValidationText {
+    documents: usize,
+    /// Bytes of UTF-8.
+    bytes: u64,
+    characters: u64,
+    /// SHA-256, over each document its length in bytes (8 bytes, little-endian) and then its text; in hexadecimal.
+    sha256: String,
 }
 
 /// Which files hold the documents, by name.
@@ -131,18 +156,38 @@ pub fn prepare(options: &PrepareOptions, mut say: impl FnMut(&str)) -> Result<Pr
         )
     })?;
     say(&format!("data set {name} in {}", folder.display()));
+    if let Dataset::Named(manifest) = &dataset {
+        say(&format!("{name}: {}", manifest.description));
+    }
 
-    let kept = if options.retrain_tokenizer { None } else { kept_tokenizer(&folder, options.vocab_size, &mut say)? };
-    let record = get_files(&dataset, name, &folder, options, &mut say)?;
+    let kept = if options.retrain_tokenizer { None } else { kept_tokenizer(&folder, options, &mut say)? };
+    let (corpus, files) = match &dataset {
+        Dataset::Folder(corpus) => (Some(corpus.clone()), list_folder(corpus, &mut say)?),
+        Dataset::Named(manifest) => (None, fetch(manifest, &folder, options, &mut say)?),
+    };
+    let place_of_files = corpus.as_deref().unwrap_or(&folder);
     let characters = match &dataset {
         Dataset::Named(manifest) => manifest.tokenizer_characters,
         Dataset::Folder(_) => FOLDER_TOKENIZER_CHARACTERS,
     };
-    let train = record.documents(&folder, Split::Train)?;
-    let validation = record.documents(&folder, Split::Validation)?;
+    let train = files.documents(place_of_files, Split::Train)?;
+    let validation = files.documents(place_of_files, Split::Validation)?;
     train.require_text(&format!("{}, training split", options.dataset))?;
     validation.require_text(&format!("{}, validation split", options.dataset))?;
-    say(&format!("{} training documents, {} validation documents", train.len(), validation.len()));
+    let sizes = files.sizes(place_of_files)?;
+    let validation = ValidationText::of(&validation)?;
+    let mean = validation.characters / validation.documents as u64;
+    say(&format!(
+        "{} training documents, {} validation documents; the latter have {mean} characters on average",
+        train.len(),
+        validation.documents
+    ));
+    if mean > LONG_DOCUMENT_CHARACTERS {
+        say(
+            "warning: of a document that is longer than a row of training, the rest is dropped, here most of the text; \
+             hint: split long documents at blank lines into several rows or .jsonl lines",
+        );
+    }
 
     let tokenizer = match kept {
         Some(tokenizer) => {
@@ -156,6 +201,7 @@ pub fn prepare(options: &PrepareOptions, mut say: impl FnMut(&str)) -> Result<Pr
             tokenizer
         }
     };
+    let record = Record { format: RECORD_FORMAT, name, corpus, files, sizes, validation };
     let text = serde_json::to_string_pretty(&record).context("the record of a data set is valid JSON")?;
     write_atomically(&folder.join(RECORD), text.as_bytes())?;
     Ok(Prepared { folder, record, tokenizer: Arc::new(tokenizer) })
@@ -166,21 +212,19 @@ pub fn prepare(options: &PrepareOptions, mut say: impl FnMut(&str)) -> Result<Pr
 /// # Errors
 /// If the folder or a file in it cannot be read, or the split is empty.
 pub fn folder_documents(folder: &Path, split: Split) -> Result<Documents> {
-    let files = list_folder(folder, &mut |_| ())?;
-    Record { format: RECORD_FORMAT, name: String::new(), corpus: Some(folder.to_path_buf()), files }
-        .documents(folder, split)
+    list_folder(folder, &mut |_| ())?.documents(folder, split)
 }
 
 impl Prepared {
     /// Opens what [`prepare`] made of `dataset`; with `vocab_size`, makes sure that the tokenizer has it.
     ///
     /// # Errors
-    /// If the data set is not prepared, its record or tokenizer is damaged, or the vocabulary is another.
+    /// If the data set is not prepared, its record or tokenizer is damaged, its files are not those that were prepared (as
+    /// far as names and sizes tell), or the vocabulary is another.
     pub fn open(dataset: &str, cache_dir: Option<&Path>, vocab_size: Option<usize>) -> Result<Self> {
         let (_, folder) = place(&Dataset::from_argument(dataset)?, cache_dir)?;
         let path = folder.join(RECORD);
-        let vocabulary = vocab_size.map(|size| format!(" --vocab-size {size}")).unwrap_or_default();
-        let command = format!("autoresearch prepare --dataset {dataset}{vocabulary}");
+        let command = prepare_again(dataset, vocab_size, None, cache_dir);
         let text = match fs::read_to_string(&path) {
             Ok(text) => text,
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => bail!(
@@ -192,21 +236,25 @@ impl Prepared {
                 path.display()
             ),
         };
-        let record: Record = serde_json::from_str(&text).map_err(|error| {
+        let damaged = |error: serde_json::Error| {
             anyhow!(
                 "{}: expected the record of a data set, found: {error}; hint: run `{command}` again",
                 path.display()
             )
-        })?;
+        };
+        // The format alone first: another may have other fields.
+        let AnyRecord { format } = serde_json::from_str(&text).map_err(damaged)?;
         ensure!(
-            record.format == RECORD_FORMAT,
-            "{}: expected format {RECORD_FORMAT}, found {}; hint: run `{command}` again",
-            path.display(),
-            record.format
+            format == RECORD_FORMAT,
+            "{}: expected format {RECORD_FORMAT}, found {format}; hint: run `{command}` again",
+            path.display()
         );
-        let tokenizer = Tokenizer::load(&folder)?;
+        let record: Record = serde_json::from_str(&text).map_err(damaged)?;
+        let command = prepare_again(dataset, vocab_size, record.fetched_shards(), cache_dir);
+        record.check_files(&folder, &command)?;
+        let tokenizer = Tokenizer::load(&folder).map_err(|error| anyhow!("{error:#}: `{command}`"))?;
         if let Some(expected) = vocab_size {
-            check_vocabulary(&folder, &tokenizer, expected)?;
+            check_vocabulary(&folder, &tokenizer, expected, &command)?;
         }
         Ok(Self { folder, record, tokenizer: Arc::new(tokenizer) })
     }
@@ -239,20 +287,101 @@ impl Prepared {
         &self.tokenizer
     }
 
+    /// SHA-256 of the validation text when it was prepared, in hexadecimal: equal where two runs were measured on the same.
+    pub fn validation_sha256(&self) -> &str {
+        &self.record.validation.sha256
+    }
+
     /// Opens the documents of one split.
     ///
     /// # Errors
     /// If a file is missing or damaged.
     pub fn documents(&self, split: Split) -> Result<Documents> {
-        self.record.documents(&self.folder, split)
+        self.record.files.documents(self.record.corpus.as_deref().unwrap_or(&self.folder), split)
     }
 }
 
 impl Record {
-    fn documents(&self, folder: &Path, split: Split) -> Result<Documents> {
+    /// How many training shards were fetched, where the data set comes in shards.
+    fn fetched_shards(&self) -> Option<i64> {
+        match &self.files {
+            Files::Shards { train, .. } if self.corpus.is_none() => i64::try_from(train.len()).ok(),
+            _ => None,
+        }
+    }
+
+    /// Makes sure that the files are those that were prepared, by name and size.
+    fn check_files(&self, folder: &Path, command: &str) -> Result<()> {
         let corpus = self.corpus.as_deref().unwrap_or(folder);
+        for (name, expected) in &self.sizes {
+            let path = corpus.join(name);
+            let found = match fs::metadata(&path) {
+                Ok(file) if file.len() == *expected => continue,
+                Ok(file) => format!("one of {} bytes", file.len()),
+                Err(error) => format!("none that can be read ({error})"),
+            };
+            bail!(
+                "{}: expected the file of {expected} bytes that was prepared, found {found}; hint: run `{command}` again",
+                path.display()
+            );
+        }
+        if self.corpus.is_some()
+            && let files = list_folder(corpus, &mut |_| ())?
+            && let Some(other) = files.names().find(|name| !self.sizes.contains_key(*name))
+        {
+            bail!(
+                "{}: expected the files that were prepared, found a new one, {other}; hint: run `{command}` again",
+                corpus.display()
+            );
+        }
+        Ok(())
+    }
+}
+
+impl ValidationText {
+    /// Reads all of `documents`.
+    fn of(documents: &Documents) -> Result<Self> {
+        let mut hash = Sha256::new();
+        let (mut bytes, mut characters) = (0, 0);
+        for text in documents.iter() {
+            let text = text?;
+            hash.update((text.len() as u64).to_le_bytes());
+            hash.update(text.as_bytes());
+            bytes += text.len() as u64;
+            characters += text.chars().count() as u64;
+        }
+        Ok(Self { documents: documents.len(), bytes, characters, sha256: hexadecimal(&hash.finalize()) })
+    }
+}
+
+impl Files {
+    /// The files' names, none twice.
+    fn names(&self) -> impl Iterator<Item = &String> {
+        let (several, one): (&[String], _) = match self {
+            Self::Shards { train, validation, .. } => (train, Some(validation)),
+            Self::Rows { file, .. } => (&[], Some(file)),
+            Self::Text { files } => (files, None),
+            Self::Generated => (&[], None),
+        };
+        several.iter().chain(one)
+    }
+
+    /// Bytes of each file in `corpus`.
+    fn sizes(&self, corpus: &Path) -> Result<BTreeMap<String, u64>> {
+        let size = |name: &String| {
+            let path = corpus.join(name);
+            let file = fs::metadata(&path).map_err(|error| {
+                anyhow!("{}: the file cannot be read ({error}); hint: check its permissions", path.display())
+            })?;
+            Ok((name.clone(), file.len()))
+        };
+        self.names().map(size).collect()
+    }
+
+    /// The documents of one split of the files in `corpus`.
+    fn documents(&self, corpus: &Path, split: Split) -> Result<Documents> {
         let paths = |names: &[String]| names.iter().map(|name| corpus.join(name)).collect::<Vec<_>>();
-        Ok(match (&self.files, split) {
+        Ok(match (self, split) {
             (Files::Shards { column, train, .. }, Split::Train) => {
                 Documents::from_parquet(ParquetShards::open(paths(train), column)?)
             }
@@ -284,29 +413,18 @@ fn place(dataset: &Dataset, cache_dir: Option<&Path>) -> Result<(String, PathBuf
         Dataset::Folder(path) => {
             let last = path.file_name().map_or_else(|| "root".into(), |last| last.to_string_lossy());
             let hash = Sha256::digest(path.as_os_str().as_encoded_bytes());
-            let hash: String = hash.iter().take(4).map(|byte| format!("{byte:02x}")).collect();
-            format!("{last}-{hash}")
+            format!("{last}-{}", hexadecimal(&hash[..4]))
         }
     };
     let folder = cache_folder(cache_dir)?.join(&name);
     Ok((name, folder))
 }
 
-/// Makes sure that the data set's files are there and lists them.
-fn get_files(
-    dataset: &Dataset,
-    name: String,
-    folder: &Path,
-    options: &PrepareOptions,
-    say: &mut impl FnMut(&str),
-) -> Result<Record> {
-    let (corpus, files) = match dataset {
-        Dataset::Folder(corpus) => (Some(corpus.clone()), list_folder(corpus, say)?),
-        Dataset::Named(manifest) => (None, fetch(manifest, folder, options, say)?),
-    };
-    Ok(Record { format: RECORD_FORMAT, name, corpus, files })
+fn hexadecimal(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
+/// Makes sure that the data set's files are there and lists them.
 fn fetch(manifest: &Manifest, folder: &Path, options: &PrepareOptions, say: &mut impl FnMut(&str)) -> Result<Files> {
     let column = manifest.text_column.clone();
     let mut fetch = |repository: &str, first: &str, others: &[String]| -> Result<()> {
@@ -377,18 +495,25 @@ fn list_folder(corpus: &Path, say: &mut impl FnMut(&str)) -> Result<Files> {
         "{}: expected .parquet, .txt, .md or .jsonl files, found none of them; hint: name the folder that holds the files itself",
         corpus.display()
     );
-    say(&format!("{} text files; {SPLIT_RULE}", texts.len()));
+    say(&format!(
+        "{} text files; .txt and .md are cut into documents of at most {LONGEST_PIECE} characters, at blank lines where there are any; \
+         {SPLIT_RULE}",
+        texts.len()
+    ));
     Ok(Files::Text { files: texts })
 }
 
 /// The tokenizer in `folder`, if there is a whole one.
-fn kept_tokenizer(folder: &Path, vocab_size: usize, say: &mut impl FnMut(&str)) -> Result<Option<Tokenizer>> {
+fn kept_tokenizer(folder: &Path, options: &PrepareOptions, say: &mut impl FnMut(&str)) -> Result<Option<Tokenizer>> {
     if !folder.join(RECORD).exists() {
         return Ok(None);
     }
     match Tokenizer::load(folder) {
         Ok(tokenizer) => {
-            check_vocabulary(folder, &tokenizer, vocab_size)?;
+            let PrepareOptions { dataset, vocab_size, num_shards, cache_dir, .. } = options;
+            let shards = Some(*num_shards).filter(|shards| *shards != PrepareOptions::default().num_shards);
+            let command = prepare_again(dataset, Some(*vocab_size), shards, cache_dir.as_deref());
+            check_vocabulary(folder, &tokenizer, *vocab_size, &command)?;
             Ok(Some(tokenizer))
         }
         Err(error) => {
@@ -398,15 +523,24 @@ fn kept_tokenizer(folder: &Path, vocab_size: usize, say: &mut impl FnMut(&str)) 
     }
 }
 
-fn check_vocabulary(folder: &Path, tokenizer: &Tokenizer, expected: usize) -> Result<()> {
+/// `command` is the one that prepares the data set with the vocabulary that is expected.
+fn check_vocabulary(folder: &Path, tokenizer: &Tokenizer, expected: usize, command: &str) -> Result<()> {
     let found = tokenizer.vocab_size();
     ensure!(
         found == expected,
         "{}: expected a tokenizer with a vocabulary of {expected}, found one of {found}; hint: keep --vocab-size {found}, or replace it \
-         with `autoresearch prepare --vocab-size {expected} --retrain-tokenizer`",
+         with `{command} --retrain-tokenizer`",
         folder.display()
     );
     Ok(())
+}
+
+/// The command that prepares `dataset` like this.
+fn prepare_again(dataset: &str, vocab_size: Option<usize>, shards: Option<i64>, cache_dir: Option<&Path>) -> String {
+    let vocab_size = vocab_size.map(|size| ["--vocab-size".to_string(), size.to_string()]);
+    let shards = shards.map(|shards| ["--num-shards".to_string(), shards.to_string()]);
+    let more = vocab_size.iter().chain(&shards).flatten().map(String::as_str).collect::<Vec<_>>();
+    prepare_command(dataset, &more, cache_dir)
 }
 
 fn train_tokenizer(documents: &Documents, vocab_size: usize, characters: usize) -> Result<Tokenizer> {
@@ -527,7 +661,10 @@ mod tests {
         let other = PrepareOptions { vocab_size: 280, ..place.options() };
         let message = one_line(prepare(&other, |_| {}));
         assert!(message.contains("vocabulary of 280, found one of 270"), "{message}");
-        assert!(one_line(place.open(Some(280))).contains("--retrain-tokenizer"));
+        let again = prepare_command(&other.dataset, &["--vocab-size", "280"], other.cache_dir.as_deref());
+        let retrain = format!("{again} --retrain-tokenizer");
+        assert!(message.ends_with(&format!("`{retrain}`")), "{message}");
+        assert!(one_line(place.open(Some(280))).ends_with(&format!("`{retrain}`")));
         let (prepared, said) = place.prepare_with(&PrepareOptions { retrain_tokenizer: true, ..other });
         assert!(said.contains("tokenizer: trained, vocabulary 280"), "{said}");
         assert_eq!(prepared.tokenizer().vocab_size(), 280);
@@ -539,7 +676,7 @@ mod tests {
         let place = shards();
         let (prepared, _) = place.prepare();
         fs::write(prepared.folder().join("tokenizer.tiktoken"), "damaged").unwrap();
-        one_line(place.open(None));
+        assert!(one_line(place.open(None)).contains("prepare --dataset"));
         assert!(place.prepare().1.contains("tokenizer: trained again"));
         place.open(None).unwrap();
     }
@@ -558,19 +695,14 @@ mod tests {
     #[test]
     fn a_single_file_is_split_by_row() {
         let place = shards().shard("all.parquet", &["test", "validation", "train", "more"].map(Some));
-        let record = Record {
-            format: RECORD_FORMAT,
-            name: "rows".to_string(),
-            corpus: None,
-            files: Files::Rows {
-                column: "text".to_string(),
-                file: "all.parquet".to_string(),
-                first_validation_row: 1,
-                first_training_row: 2,
-            },
+        let files = Files::Rows {
+            column: "text".to_string(),
+            file: "all.parquet".to_string(),
+            first_validation_row: 1,
+            first_training_row: 2,
         };
         let texts = |split| -> Vec<String> {
-            let documents = record.documents(place.corpus.path(), split).unwrap();
+            let documents = files.documents(place.corpus.path(), split).unwrap();
             documents.iter().map(|text| text.unwrap().to_string()).collect()
         };
         assert_eq!(texts(Split::Validation), ["validation"]);
@@ -610,7 +742,8 @@ mod tests {
     fn what_is_not_prepared_names_the_command() {
         let place = shards();
         let message = one_line(place.open(None));
-        assert!(message.contains("autoresearch prepare --dataset"), "{message}");
+        let command = prepare_command(&place.options().dataset, &[], Some(place.cache.path()));
+        assert!(message.ends_with(&format!("hint: run `{command}`")), "{message}");
         assert!(message.starts_with(place.cache.path().to_str().unwrap()), "{message}");
     }
 
@@ -628,10 +761,79 @@ mod tests {
     fn a_damaged_record_is_refused() {
         let place = shards();
         let (prepared, _) = place.prepare();
-        for content in ["{", "{\"format\": 1}"] {
+        for content in ["{", "{\"format\": 2}"] {
             fs::write(prepared.folder().join(RECORD), content).unwrap();
             assert!(one_line(place.open(None)).contains("expected the record of a data set"));
         }
+        fs::write(prepared.folder().join(RECORD), "{\"format\": 1, \"old\": 1}").unwrap();
+        assert!(one_line(place.open(None)).contains("expected format 2, found 1"));
+    }
+
+    #[test]
+    fn files_that_changed_since_they_were_prepared_are_refused() {
+        let place = Place::new().file("a.txt", b"one text").file("b.txt", b"another text");
+        place.prepare_with(&PrepareOptions { vocab_size: 262, ..place.options() });
+        place.open(None).unwrap();
+        let place = place.file("c.txt", b"a new text");
+        let message = one_line(place.open(None));
+        assert!(message.contains("found a new one, c.txt") && message.contains("prepare --dataset"), "{message}");
+        fs::remove_file(place.corpus.path().join("c.txt")).unwrap();
+        place.open(None).unwrap();
+        let place = place.file("a.txt", b"one text more");
+        let message = one_line(place.open(None));
+        assert!(
+            message.contains("a.txt: expected the file of 8 bytes that was prepared, found one of 13"),
+            "{message}"
+        );
+        fs::remove_file(place.corpus.path().join("a.txt")).unwrap();
+        assert!(one_line(place.open(None)).contains("a.txt: expected the file of 8 bytes"));
+    }
+
+    #[test]
+    fn the_validation_text_is_recorded_and_equal_texts_have_equal_hashes() {
+        let (prepared, _) = shards().prepare();
+        let expected = [&10u64.to_le_bytes()[..], b"validation"].concat();
+        assert_eq!(prepared.validation_sha256(), hexadecimal(&Sha256::digest(&expected)));
+        let ValidationText { documents, bytes, characters, .. } = prepared.record.validation;
+        assert_eq!((documents, bytes, characters), (1, 10, 10));
+        let other = shards().shard("c.parquet", &[Some("validation"), Some("")]).prepare().0;
+        assert_ne!(other.validation_sha256(), prepared.validation_sha256());
+        let more_to_train_on = shards().shard("b2.parquet", &[Some("more")]).prepare().0;
+        assert_eq!(more_to_train_on.validation_sha256(), prepared.validation_sha256());
+    }
+
+    #[test]
+    fn a_hint_asks_for_as_many_shards_as_there_are() {
+        let cache = tempfile::tempdir().unwrap();
+        let folder = cache.path().join("climbmix");
+        fs::create_dir(&folder).unwrap();
+        let record = Record {
+            format: RECORD_FORMAT,
+            name: "climbmix".to_string(),
+            corpus: None,
+            files: Files::Shards {
+                column: "text".to_string(),
+                train: vec!["a.parquet".to_string(), "b.parquet".to_string()],
+                validation: "c.parquet".to_string(),
+            },
+            sizes: BTreeMap::from([("a.parquet".to_string(), 7)]),
+            validation: ValidationText { documents: 1, bytes: 1, characters: 1, sha256: String::new() },
+        };
+        fs::write(folder.join(RECORD), serde_json::to_string(&record).unwrap()).unwrap();
+        let message = one_line(Prepared::open("climbmix", Some(cache.path()), Some(300)));
+        assert!(
+            message.contains("prepare --dataset climbmix --vocab-size 300 --num-shards 2 --cache-dir "),
+            "{message}"
+        );
+    }
+
+    #[test]
+    fn long_documents_are_warned_about() {
+        let long = STORY.repeat(400);
+        let (_, said) = shards().shard("c.parquet", &[Some(&long)]).prepare();
+        assert!(said.contains("1 validation documents; the latter have 33600 characters"), "{said}");
+        assert!(said.contains("warning: ") && said.contains("hint: split long documents"), "{said}");
+        assert!(!shards().prepare().1.contains("warning: "));
     }
 
     #[test]

@@ -8,7 +8,7 @@ use crate::checkpoint::{self, TensorFile, load_weights};
 use crate::config::Config;
 use crate::data::documents::Split;
 use crate::data::loader::Loader;
-use crate::data::packing::{Epochs, Packing};
+use crate::data::packing::{Packing, Passes};
 use crate::data::prepare::Prepared;
 use crate::data::tales;
 use crate::device::{ComputeDevice, peak_host_memory_mib};
@@ -60,6 +60,8 @@ struct Resolved {
     steps: Option<usize>,
     device: String,
     dataset: String,
+    /// SHA-256 of the validation text: runs compare only where it is the same.
+    validation_sha256: String,
     hyperparameters: Hyperparameters,
     model: GptConfig,
 }
@@ -89,6 +91,7 @@ pub fn train(conditions: &Conditions) -> Result<PathBuf> {
         steps: conditions.steps,
         device: compute.name.clone(),
         dataset: prepared.name().to_owned(),
+        validation_sha256: prepared.validation_sha256().to_owned(),
         hyperparameters,
         model: sizes,
     };
@@ -251,7 +254,7 @@ impl Checkpoint {
 fn training_rows(prepared: &Prepared, plan: &BatchPlan, sequence_len: usize) -> Result<Loader> {
     let documents = Arc::new(prepared.documents(Split::Train)?);
     let packing = Packing::new(sequence_len);
-    Loader::new(documents, prepared.tokenizer().clone(), plan.device_batch_size, packing, Epochs::Repeat, None)
+    Loader::new(documents, prepared.tokenizer().clone(), plan.device_batch_size, packing, Passes::Endless, None)
 }
 
 /// Makes sure that the validation text gives a row to evaluate.
@@ -272,7 +275,8 @@ fn validation_rows(
     sequence_len: usize,
 ) -> Result<Loader> {
     let documents = Arc::new(prepared.documents(Split::Validation)?);
-    Loader::new(documents, tokenizer.clone(), 1, Packing::new(sequence_len), Epochs::AtMost(rows), None)
+    let packing = Packing::new(sequence_len);
+    Loader::new(documents, tokenizer.clone(), 1, packing, Passes::OnePass { at_most_rows: rows }, None)
 }
 
 fn evaluate_rows(

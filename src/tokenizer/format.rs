@@ -84,7 +84,7 @@ fn read<T>(path: &Path, parse: impl FnOnce(&str) -> Result<T>) -> Result<T> {
         .map_err(|error| anyhow!("expected a tokenizer file, cannot read it ({error})"))
         .and_then(|bytes| parse(std::str::from_utf8(&bytes).context("expected UTF-8 text, found other bytes")?))
         .map_err(|reason| {
-            anyhow!("{}: {reason}; hint: train the tokenizer again with `autoresearch prepare`", path.display())
+            anyhow!("{}: {reason}; hint: prepare the data set again, which trains the tokenizer", path.display())
         })
 }
 

@@ -3,7 +3,7 @@
 use super::tokenizer::{golden_tokenizer, split};
 use super::{Check, Goldens, token_ids};
 use crate::data::loader::Loader;
-use crate::data::packing::{Epochs, Packing};
+use crate::data::packing::{Packing, Passes};
 use anyhow::{Context, Result, ensure};
 use serde::Deserialize;
 use std::collections::BTreeMap;
@@ -40,7 +40,7 @@ pub(super) fn checks(goldens: &Goldens, name: &str) -> Result<Vec<Check>> {
             "'{case}' has the shape {shape:?}, expected {batches} times {batch} rows of {} tokens",
             packing.row_length
         );
-        let mut loader = Loader::new(documents, tokenizer, batch, packing, Epochs::Repeat, None)?;
+        let mut loader = Loader::new(documents, tokenizer, batch, packing, Passes::Endless, None)?;
         let mut differing = 0;
         for golden in golden.chunks(batch * packing.row_length) {
             let batch = loader.next_batch()?.context("the rows ended")?;

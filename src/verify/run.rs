@@ -5,7 +5,7 @@ use super::tokenizer::golden_tokenizer;
 use super::{Check, Goldens, reference_hyperparameters};
 use crate::data::documents::Split;
 use crate::data::loader::Loader;
-use crate::data::packing::{Epochs, Packing};
+use crate::data::packing::{Packing, Passes};
 use crate::eval::{ByteLengths, Evaluation, evaluate_bpb};
 use crate::model::{Gpt, GptConfig, Hyperparameters};
 use crate::optim::MuonAdamW;
@@ -89,10 +89,10 @@ struct Run<'a> {
 }
 
 impl Run<'_> {
-    fn loader(&self, split: Split, batch: usize, epochs: Epochs) -> Result<Loader> {
+    fn loader(&self, split: Split, batch: usize, passes: Passes) -> Result<Loader> {
         let packing = Packing::new(self.description.config.sequence_len);
         let documents = Arc::new(self.goldens.documents(split)?);
-        Loader::new(documents, self.tokenizer.clone(), batch, packing, epochs, None)
+        Loader::new(documents, self.tokenizer.clone(), batch, packing, passes, None)
     }
 
     fn train(&self, model: Gpt) -> Result<(Gpt, Vec<f64>)> {
@@ -113,7 +113,7 @@ impl Run<'_> {
         let outcome = Training {
             optimizer: &mut MuonAdamW::new(&model, &groups, FloatDType::F32)?,
             model,
-            rows: &mut self.loader(Split::Train, *batch, Epochs::Repeat)?,
+            rows: &mut self.loader(Split::Train, *batch, Passes::Endless)?,
             plan: BatchPlan::new(&hyperparameters, config.sequence_len)?,
             hyperparameters: &hyperparameters,
             limit: Limit::Steps(*steps),
@@ -129,7 +129,7 @@ impl Run<'_> {
 
     fn evaluate(&self, model: &Gpt, golden: &Golden) -> Result<Evaluation> {
         let rows = golden.eval_tokens / self.description.config.sequence_len;
-        let mut loader = self.loader(Split::Validation, golden.batch, Epochs::AtMost(rows))?;
+        let mut loader = self.loader(Split::Validation, golden.batch, Passes::OnePass { at_most_rows: rows })?;
         let lengths = ByteLengths::of(&self.tokenizer);
         evaluate_bpb(&model.valid(), &mut loader, &lengths, &self.goldens.device)
     }
