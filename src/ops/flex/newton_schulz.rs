@@ -1,6 +1,8 @@
 //! Newton-Schulz iterations, a matrix to a thread; Gram matrices are symmetric, so only half of each is computed.
 
+use super::math;
 use super::matrix::{Matrix, MatrixMut, Product};
+use multiversion::multiversion;
 use rayon::prelude::*;
 
 /// Symmetric products smaller than this are computed whole.
@@ -15,15 +17,22 @@ pub fn newton_schulz(x: &[f32], rows: usize, columns: usize, coefficients: &[[f3
     out.par_chunks_exact_mut(size).for_each_init(
         || Buffers { gram: vec![0f32; side * side], polynomial: vec![0f32; side * side], previous: vec![0f32; size] },
         |buffers, x| {
-            let norm = x.iter().map(|&x| x as f64 * x as f64).sum::<f64>().sqrt() as f32;
-            let scale = 1.0 / (norm * 1.02 + 1e-6);
-            x.iter_mut().for_each(|x| *x *= scale);
+            normalise(x);
             for &coefficients in coefficients {
                 iterate(x, rows, columns, coefficients, buffers, parallel);
             }
         },
     );
     out
+}
+
+/// Divides x by 1.02·‖x‖ + 1e-6.
+#[multiversion(targets("x86_64+avx512f+avx512vl+avx2+fma", "x86_64+avx2+fma"))]
+fn normalise(x: &mut [f32]) {
+    let scale = 1.0 / (math::dot64(x, x).sqrt() as f32 * 1.02 + 1e-6);
+    for x in x.iter_mut() {
+        *x *= scale;
+    }
 }
 
 /// A thread's memory.
