@@ -31,11 +31,13 @@ pub fn rms_norm_backward(x: &[f32], grad: &[f32], c: usize) -> Vec<f32> {
     #[multiversion(targets("x86_64+avx512f+avx512vl+avx2+fma", "x86_64+avx2+fma"))]
     fn kernel(x: &[f32], grad: &[f32], out: &mut [f32], c: usize) {
         for ((x, grad), out) in x.chunks_exact(c).zip(grad.chunks_exact(c)).zip(out.chunks_exact_mut(c)) {
-            let scale = inverse_rms(x);
-            let along = (scale * scale * scale * math::dot64(x, grad) / c as f64) as f32;
-            let scale = scale as f32;
+            let inverse = inverse_rms(x);
+            let scale = inverse as f32;
+            let along = scale as f64 * inverse * inverse * math::dot64(x, grad) / c as f64;
+            // In two parts, so that the result is orthogonal to x (but for ε) as exactly as float32 can hold it.
+            let (high, low) = (along as f32, (along - along as f32 as f64) as f32);
             for ((out, x), grad) in out.iter_mut().zip(x).zip(grad) {
-                *out = grad * scale - x * along;
+                *out = (grad * scale - x * high) - x * low;
             }
         }
     }
@@ -128,18 +130,16 @@ pub fn scale(x: &[f32], factor: f32) -> Vec<f32> {
     fill_rows(x.len(), 1, |start, out| kernel(&x[start..start + out.len()], factor, out))
 }
 
-/// Sum of x · y; the parts' sums are added in float64.
+/// Sum of x · y, in float64.
 pub fn dot(x: &[f32], y: &[f32]) -> f32 {
-    /// Elements summed in float32.
-    const PART: usize = 1024;
     #[multiversion(targets("x86_64+avx512f+avx512vl+avx2+fma", "x86_64+avx2+fma"))]
-    fn kernel(x: &[f32], y: &[f32]) -> f32 {
-        math::sum(x.len(), |i| x[i] * y[i])
+    fn kernel(x: &[f32], y: &[f32]) -> f64 {
+        math::dot64(x, y)
     }
-    let parts = x.par_chunks(PART).zip(y.par_chunks(PART)).with_min_len(TASK_ELEMENTS / PART);
     // Collected first, so that the order of the sum does not depend on the threads.
-    let sums: Vec<f32> = parts.map(|(x, y)| kernel(x, y)).collect();
-    sums.into_iter().map(f64::from).sum::<f64>() as f32
+    let sums: Vec<f64> =
+        x.par_chunks(TASK_ELEMENTS).zip(y.par_chunks(TASK_ELEMENTS)).map(|(x, y)| kernel(x, y)).collect();
+    sums.into_iter().sum::<f64>() as f32
 }
 
 /// cap·tanh(x / cap).
