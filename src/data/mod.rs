@@ -2,7 +2,9 @@
 //!
 //! A [`manifest`] names a data set, [`download`] fetches its shards, [`documents`] reads them (from [`parquet_shards`],
 //! [`text_files`] or the generator of [`tales`]), [`packing`] turns tokenized documents into rows, [`loader`] does so in the
-//! background, and [`prepare`] ties a data set and its tokenizer to a folder of the cache; [`command`] says what to run next.
+//! background;
+//! [`prepare`] ties a data set and its tokenizer to a folder of the cache, which [`prepared`] opens; [`command`] says what to run
+//! next.
 
 pub mod command;
 pub mod documents;
@@ -12,5 +14,6 @@ pub mod manifest;
 pub mod packing;
 pub mod parquet_shards;
 pub mod prepare;
+pub mod prepared;
 pub mod tales;
 pub mod text_files;

@@ -9,7 +9,7 @@ use crate::config::Config;
 use crate::data::documents::Split;
 use crate::data::loader::Loader;
 use crate::data::packing::{Packing, Passes};
-use crate::data::prepare::Prepared;
+use crate::data::prepared::Prepared;
 use crate::data::tales;
 use crate::device::{ComputeDevice, peak_host_memory_mib};
 use crate::eval::{ByteLengths, Evaluation, evaluate_bpb};
@@ -48,7 +48,7 @@ pub struct Conditions {
     pub steps: Option<usize>,
     /// Folder in which the run gets its own.
     pub runs_dir: PathBuf,
-    /// See [`crate::data::prepare::cache_folder`].
+    /// See [`crate::data::prepared::cache_folder`].
     pub cache_dir: Option<PathBuf>,
 }
 

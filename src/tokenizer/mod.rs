@@ -148,7 +148,7 @@ impl fmt::Debug for Tokenizer {
 mod tests {
     use super::*;
     use crate::data::documents::Split;
-    use crate::data::prepare::folder_documents;
+    use crate::data::prepared::folder_documents;
     use burn_dataset::Dataset;
     use rand::rngs::StdRng;
     use rand::{RngExt, SeedableRng};

@@ -13,7 +13,7 @@ mod tokenizer;
 use crate::checkpoint::TensorFile;
 use crate::config::Profile;
 use crate::data::documents::{Documents, Split};
-use crate::data::prepare::folder_documents;
+use crate::data::prepared::folder_documents;
 use crate::model::Hyperparameters;
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use burn::tensor::{Device, TensorData};
