@@ -209,9 +209,13 @@ fn in_type<const D: usize>(x: Tensor<D>, dtype: DType) -> Tensor<D> {
 /// The scalars of one AdamW step.
 #[derive(Clone, Copy, Debug)]
 pub struct AdamW {
+    /// Learning rate.
     pub lr: f64,
+    /// Decay rates of the first and the second moment.
     pub betas: (f64, f64),
+    /// Added to the root of the second moment.
     pub eps: f64,
+    /// Share of the parameter taken off, times the learning rate.
     pub weight_decay: f64,
     /// Steps taken with this one, from 1: corrects the moments' bias towards zero.
     pub step: usize,
@@ -246,7 +250,9 @@ pub fn adamw_update<const D: usize>(
 pub struct Muon {
     /// Learning rate for a square matrix; taller ones take √(rows / columns) times that.
     pub lr: f64,
+    /// Decay rate of the momentum.
     pub momentum: f64,
+    /// Share of the parameter taken off where it agrees with the update, times the learning rate.
     pub weight_decay: f64,
     /// Decay rate of the variance.
     pub beta2: f64,
@@ -257,8 +263,11 @@ pub struct Muon {
 /// What [`muon_update`] leaves.
 #[derive(Debug)]
 pub struct MuonUpdate {
+    /// The parameters after the step.
     pub parameters: Tensor<3>,
+    /// The momentum after the step.
     pub momentum: Tensor<3>,
+    /// The variance after the step.
     pub variance: Tensor<3>,
     /// The orthogonalised momentum before it was normalised and applied.
     pub orthogonal: Tensor<3>,
