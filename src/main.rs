@@ -16,8 +16,8 @@ static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 const PURGE_DELAY: libmimalloc_sys::mi_option_t = 15;
 
 fn main() -> ExitCode {
-    // Memory that was used for one step is used again in the next: giving it back to the system in between costs a fifth
-    // of a step in clearing pages.
+    // Memory that was used for one step is used again in the next: with giving it back to the system in between, a
+    // fourteenth of a step went into clearing pages.
     // SAFETY: sets a number in mimalloc's options, which may be done at any time.
     unsafe { libmimalloc_sys::mi_option_set(PURGE_DELAY, -1) };
     let cli = match Cli::try_parse() {
