@@ -219,7 +219,7 @@ fn quickstart(cache_dir: Option<&Path>) -> Result<()> {
     let text = run::sample(&run, None, prompt, &Sampling::default())?;
     say(format_args!("{prompt}{text}"));
     let train = command(&["train", "--config", "configs/cpu.toml"], cache_dir);
-    let more = command(&["sample", "--checkpoint", &run.to_string_lossy(), "--prompt", "The end of"], cache_dir);
+    let more = command(&["sample", "--checkpoint", &run.to_string_lossy(), "--prompt", "The end of"], None);
     let own = prepare_command("FOLDER", &[], cache_dir);
     say(format_args!(
         "---\nNext: edit src/model.rs and compare val_bpb:  {train}\n      more samples:  {more}\n      your own text: {own}"

@@ -9,8 +9,8 @@ use crate::parameters::{Parameter, parameters};
 use anyhow::{Result, bail, ensure};
 use burn::module::{Module, Param};
 use burn::tensor::{DType, Device, Distribution, FloatDType, Int, Tensor, TensorData, activation};
+use chacha20::ChaCha8Rng;
 use rand::SeedableRng;
-use rand_chacha::ChaCha8Rng;
 use serde::{Deserialize, Serialize};
 
 // ---------------------------------------------------------------------------------------------------------------------

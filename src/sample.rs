@@ -3,8 +3,8 @@
 use crate::model::Gpt;
 use crate::tokenizer::Tokenizer;
 use burn::tensor::{Device, Int, Tensor, TensorData};
+use chacha20::ChaCha8Rng;
 use rand::{Rng, RngExt, SeedableRng};
-use rand_chacha::ChaCha8Rng;
 
 /// How to draw tokens.
 #[derive(Clone, Copy, Debug)]

@@ -8,8 +8,8 @@ use autoresearch::optim::{
 };
 use autoresearch::parameters::{parameters, take_gradients};
 use burn::tensor::{DType, Device, Distribution, FloatDType, Int, Tensor, TensorData};
+use chacha20::ChaCha8Rng;
 use rand::SeedableRng;
-use rand_chacha::ChaCha8Rng;
 use std::collections::BTreeMap;
 
 const SCHEDULE: Schedule = Schedule { lr_multiplier: 1.0, muon_momentum: 0.9, weight_decay: 0.1 };

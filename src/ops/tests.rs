@@ -3,8 +3,8 @@
 use super::*;
 use burn::backend::Flex;
 use burn::tensor::{Bool, DType, Device, Distribution, TensorData, activation};
+use chacha20::ChaCha8Rng;
 use rand::SeedableRng;
-use rand_chacha::ChaCha8Rng;
 
 fn random(shape: &[usize], seed: u64) -> TensorData {
     let mut rng = ChaCha8Rng::seed_from_u64(seed);
