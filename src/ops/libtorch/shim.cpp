@@ -1,0 +1,1 @@
+// What libtorch offers in C++ and the `tch` crate does not bind.
