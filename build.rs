@@ -2,6 +2,7 @@
 
 fn main() {
     println!("cargo:rerun-if-changed=build.rs");
+    println!("cargo:rustc-check-cfg=cfg(libtorch_gpu, values(\"cuda\", \"hip\"))");
     #[cfg(feature = "tch")]
     libtorch::build();
 }
