@@ -29,6 +29,7 @@ mod libtorch {
             .include(root.join("include/torch/csrc/api/include"))
             .files(SOURCES)
             .compile("autoresearch_libtorch");
+        println!("cargo:rustc-env=LIBTORCH_LIBRARIES={}", lib.display());
         println!("cargo:rustc-link-arg=-Wl,-rpath,{}", lib.display());
     }
 }

@@ -274,3 +274,63 @@ extern "C" __global__ void softcap_cross_entropy(Element* logits, const Long* ta
         store(logits, start + i, z);
     }
 }
+
+// ---- Attention in blocks of `window` tokens: [b, n, window, h · d] in `row` vectors a token --------------------------
+// The blocks before the last (`first` 0) or after the first (`first` 1) with time reversed are [b, n - 1, window, h · d].
+
+struct Place {
+    Long vector;  // in [b, n, window, row]
+    bool live;
+};
+
+// Where vector `i` of the reversed blocks comes from.
+__device__ inline Place place_of_reversed(Long i, Long vectors, int row, int window, int n, int first) {
+    Place place;
+    place.live = i < vectors;
+    Long token = i / row, within = i % row;
+    Long block = token / window % (n - 1) + first, batch = token / window / (n - 1);
+    place.vector = ((batch * n + block) * window + (window - 1 - token % window)) * row + within;
+    return place;
+}
+
+extern "C" __global__ void reverse_blocks(const Element* blocks, Element* reversed, Long vectors, int row, int window, int n,
+                                          int first) {
+    Long i = my_vector();
+    Place place = place_of_reversed(i, vectors, row, window, n, first);
+    if (place.live) store(reversed, i, load(blocks, place.vector));
+}
+
+extern "C" __global__ void add_reversed_blocks(Element* blocks, const Element* reversed, Long vectors, int row, int window,
+                                               int n, int first) {
+    Long i = my_vector();
+    Place place = place_of_reversed(i, vectors, row, window, n, first);
+    if (!place.live) return;
+    Eight sum = load(blocks, place.vector), part = load(reversed, i);
+    for (int j = 0; j < 8; j++) sum.v[j] += part.v[j];
+    store(blocks, place.vector, sum);
+}
+
+// out [b, n, window, h, d]: each query's attention to its own block, to which that to the block before is added.
+// before [b, n - 1, window, h, d], time reversed. Log-sum-exps own_sums [b, n, h, window], before_sums [b, n - 1, h, window],
+// time reversed; merged_sums [b, h, n · window].
+extern "C" __global__ void merge_blocks(Element* out, const Element* before, const float* own_sums, const float* before_sums,
+                                        float* merged_sums, Long vectors, int heads, int head, int window, int n) {
+    Long i = my_vector();
+    if (i >= vectors) return;
+    Long token = i / (heads * head);
+    int h = i / head % heads, time = token % window, block = token / window % n;
+    Long batch = token / window / n;
+    float own = own_sums[((batch * n + block) * heads + h) * window + time], merged = own;
+    if (block > 0) {
+        Long source = (batch * (n - 1) + block - 1) * heads + h;
+        float other = before_sums[source * window + (window - 1 - time)];
+        float largest = fmaxf(own, other);
+        merged = largest + logf(expf(own - largest) + expf(other - largest));
+        float share = expf(other - merged);
+        Long place = ((batch * (n - 1) + block - 1) * window + (window - 1 - time)) * heads * head + i % (heads * head);
+        Eight a = load(out, i), b = load(before, place);
+        for (int j = 0; j < 8; j++) a.v[j] += share * (b.v[j] - a.v[j]);
+        store(out, i, a);
+    }
+    if (i % head == 0) merged_sums[(batch * heads + h) * n * window + block * window + time] = merged;
+}

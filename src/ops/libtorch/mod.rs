@@ -4,6 +4,8 @@
 pub mod attention;
 mod driver;
 mod kernels;
+#[cfg(test)]
+mod tests;
 
 use super::{AttentionState, FusedOps, Kernels, MixState, portable};
 use burn::backend::LibTorch;
