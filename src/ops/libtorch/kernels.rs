@@ -12,14 +12,18 @@ pub const SOURCE: &str = include_str!("kernels.cu");
 /// Elements that a thread reads and writes at once.
 const VECTOR: i64 = 8;
 const THREADS: u32 = 256;
+/// Threads of a row of logits: with the vectors that each keeps, a usual vocabulary is read once.
+const LOGIT_THREADS: u32 = 512;
 /// Blocks of a kernel that sums over all elements: enough to fill any GPU, few enough to add up.
 const SUMMING_BLOCKS: u32 = 1024;
 
-pub const NAMES: [&str; 12] = [
+pub const NAMES: [&str; 14] = [
     "rms_norm_forward",
     "rms_norm_backward",
     "rotary_rms_norm_forward",
     "rotary_rms_norm_backward",
+    "gated_add_forward",
+    "gated_add_backward",
     "mix_forward",
     "mix_backward",
     "squared_relu_forward",
@@ -192,6 +196,43 @@ impl Kernels {
         dx
     }
 
+    /// See `ops::gated_add`.
+    pub fn gated_add_forward(&self, x: &Tensor, gate: &Tensor, y: &Tensor) -> Tensor {
+        let out = x.empty_like();
+        let (rows, vectors) = rows(x);
+        let split = RowSplit::new(rows, vectors);
+        let arguments = [
+            pointer(x),
+            pointer(gate),
+            pointer(y),
+            pointer(&out),
+            Argument::Long(rows),
+            Argument::Int(vectors),
+            Argument::Int(split.width),
+        ];
+        self.launch("gated_add_forward", split.blocks, THREADS, &arguments);
+        out
+    }
+
+    /// Gradients of `ops::gated_add` with respect to `gate` and `y`.
+    pub fn gated_add_backward(&self, gate: &Tensor, y: &Tensor, grad: &Tensor) -> [Tensor; 2] {
+        let (dgate, dy) = (gate.empty_like(), y.empty_like());
+        let (rows, vectors) = rows(y);
+        let split = RowSplit::new(rows, vectors);
+        let arguments = [
+            pointer(gate),
+            pointer(y),
+            pointer(grad),
+            pointer(&dgate),
+            pointer(&dy),
+            Argument::Long(rows),
+            Argument::Int(vectors),
+            Argument::Int(split.width),
+        ];
+        self.launch("gated_add_backward", split.blocks, THREADS, &arguments);
+        [dgate, dy]
+    }
+
     /// See `ops::mix`; the scales are float32.
     pub fn mix_forward(&self, x: &Tensor, x_scale: &Tensor, y: &Tensor, y_scale: &Tensor) -> Tensor {
         let out = x.empty_like();
@@ -258,7 +299,7 @@ impl Kernels {
             Argument::Float(cap as f32),
             Argument::Float(scale as f32),
         ];
-        self.launch("softcap_cross_entropy", rows as u64, THREADS, &arguments);
+        self.launch("softcap_cross_entropy", rows as u64, LOGIT_THREADS, &arguments);
         losses
     }
 

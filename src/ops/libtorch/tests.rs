@@ -69,6 +69,16 @@ fn rows_agree_with_the_portable_bodies() {
             let found = LibTorch::rotary_rms_norm_backward(state, burn(&cos), burn(&sin), burn(&grad));
             assert_close(&found, &expected, largest, &format!("rotary_rms_norm_backward {what}"));
 
+            let gate = random(&shape[..3], (kind, device));
+            let out = LibTorch::gated_add(burn(&x), burn(&gate), burn(&grad));
+            let expected = portable::gated_add::<LibTorch>(wide(&x), wide(&gate), wide(&grad));
+            assert_close(&out, &expected, largest, &format!("gated_add {what}"));
+            let found = LibTorch::gated_add_backward(burn(&gate), burn(&x), burn(&grad));
+            let expected = portable::gated_add_backward::<LibTorch>(wide(&gate), wide(&x), wide(&grad));
+            for (found, expected) in found.iter().zip(&expected) {
+                assert_close(found, expected, 2.0 * largest, &format!("gated_add_backward {what}"));
+            }
+
             let out = LibTorch::squared_relu(burn(&x));
             assert_close(&out, &portable::squared_relu::<LibTorch>(wide(&x)), largest, &format!("squared_relu {what}"));
             let expected = portable::squared_relu_backward::<LibTorch>(wide(&out.tensor), wide(&grad));
