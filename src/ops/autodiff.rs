@@ -27,6 +27,10 @@ impl<B: Kernels, C: CheckpointStrategy> FusedOps for Autodiff<B, C> {
         }
     }
 
+    fn upload(place: IntTensor<Self>, numbers: Vec<i64>) -> IntTensor<Self> {
+        B::upload(place, numbers)
+    }
+
     fn rotary(x: FloatTensor<Self>, cos: FloatTensor<Self>, sin: FloatTensor<Self>) -> FloatTensor<Self> {
         #[derive(Debug)]
         struct Rotary;

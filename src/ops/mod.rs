@@ -15,7 +15,7 @@ mod tests;
 
 use burn::backend::tensor::{FloatTensor, IntTensor};
 use burn::backend::{Backend, Dispatch, backend_extension};
-use burn::tensor::{Int, Tensor};
+use burn::tensor::{Device, Int, Tensor};
 use std::fmt::Debug;
 
 /// The operations as burn's runtime dispatch sees them; each default body is the portable one.
@@ -94,6 +94,11 @@ pub trait FusedOps: Backend {
     /// See [`cross_entropy`].
     fn cross_entropy(logits: FloatTensor<Self>, targets: IntTensor<Self>) -> FloatTensor<Self> {
         portable::cross_entropy::<Self>(logits, targets)
+    }
+
+    /// See [`upload`]; `place` is some tensor on the device.
+    fn upload(place: IntTensor<Self>, numbers: Vec<i64>) -> IntTensor<Self> {
+        portable::upload::<Self>(place, numbers)
     }
 
     /// See [`accumulate`].
@@ -380,6 +385,15 @@ pub fn cross_entropy(logits: Tensor<2>, targets: Tensor<1, Int>) -> Tensor<1> {
     let [n, _] = logits.dims();
     assert_eq!(targets.dims(), [n], "cross_entropy: one target a row");
     Tensor::from_dispatch(Dispatch::cross_entropy(logits.into_dispatch(), targets.into_dispatch()))
+}
+
+/// `numbers` on `device`; where that computes by itself, without waiting for what it still has to do.
+///
+/// # Shapes
+/// `[n]`.
+pub fn upload(numbers: Vec<i64>, device: &Device) -> Tensor<1, Int> {
+    let place = Tensor::<1, Int>::empty([1], device);
+    Tensor::from_dispatch(Dispatch::upload(place.into_dispatch(), numbers))
 }
 
 /// total + part in the type of `total`, whatever that of `part`. For gradients: its backward is not fused.

@@ -401,6 +401,11 @@ pub(super) fn cross_entropy<B: Backend>(logits: FloatTensor<B>, targets: IntTens
     B::float_reshape(losses, Shape::from(vec![n]))
 }
 
+pub(super) fn upload<B: Backend>(place: IntTensor<B>, numbers: Vec<i64>) -> IntTensor<B> {
+    let (count, device) = (numbers.len(), place.device());
+    B::int_from_data(TensorData::new(numbers, [count]).convert_dtype(place.dtype()), &device)
+}
+
 pub(super) fn accumulate<B: Backend>(total: FloatTensor<B>, part: FloatTensor<B>) -> FloatTensor<B> {
     let dtype = total.dtype();
     B::float_add(total, to_dtype::<B>(part, dtype))

@@ -6,6 +6,7 @@ mod driver;
 mod kernels;
 #[cfg(test)]
 mod tests;
+mod upload;
 
 use super::{AttentionState, FusedOps, Kernels, MixState, portable};
 use burn::backend::LibTorch;
@@ -68,6 +69,10 @@ impl FusedOps for LibTorch {
 
     fn causal_attention(q: TchTensor, k: TchTensor, v: TchTensor, window: usize) -> TchTensor {
         Self::attention_forward(q, k, v, window).0
+    }
+
+    fn upload(place: TchTensor, numbers: Vec<i64>) -> TchTensor {
+        TchTensor::new(upload::upload(&numbers, place.tensor.device()))
     }
 
     fn accumulate(mut total: TchTensor, part: TchTensor) -> TchTensor {
