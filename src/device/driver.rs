@@ -94,7 +94,8 @@ pub fn amd_facts(index: c_int) -> Result<GpuFacts> {
         (name, address)
     };
     Ok(GpuFacts {
-        name,
+        // The library has a list of names, on which the newest GPUs are missing.
+        name: if name.is_empty() { "AMD GPU".to_owned() } else { name },
         architecture: amd_sysfs::architecture(Path::new(KFD_NODES), &address),
         memory: GpuMemory {
             by_driver: Some(bytes as u64),

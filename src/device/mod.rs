@@ -14,7 +14,6 @@ mod driver;
 pub mod environment;
 pub mod facts;
 #[cfg(feature = "tch")]
-#[allow(deprecated, reason = "burn 0.22.1 is the last with libtorch, and announces it")]
 mod libtorch;
 #[cfg(feature = "tch")]
 mod observation;
