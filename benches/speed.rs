@@ -7,6 +7,8 @@ use autoresearch::data::loader::Loader;
 use autoresearch::data::packing::{Packing, Passes};
 use autoresearch::data::tales;
 use autoresearch::device::ComputeDevice;
+#[cfg(feature = "tch")]
+use autoresearch::device::environment;
 use autoresearch::eval::{ByteLengths, evaluate_bpb};
 use autoresearch::model::{Gpt, Hyperparameters};
 use autoresearch::optim::{MuonAdamW, orthogonalize};
@@ -21,6 +23,8 @@ const SEQUENCE_LEN: usize = 256;
 const VOCAB_SIZE: usize = 1024;
 
 fn main() -> anyhow::Result<()> {
+    #[cfg(feature = "tch")]
+    environment::correct(environment::is_amd())?;
     let compute = ComputeDevice::select("auto")?;
     println!("device: {}", compute.name);
     let stories: Vec<String> = (0..10_000).map(tales::train_document).collect();
