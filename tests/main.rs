@@ -6,6 +6,8 @@ mod command_line;
 mod evaluation;
 // Golden values, by the code behind `autoresearch verify`.
 mod goldens;
+// How programs are linked with libtorch.
+mod linking;
 // The model: what a position sees, sizes, initialisation, schedules.
 mod model;
 // The optimizer: update rules, groups, types.
