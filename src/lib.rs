@@ -19,6 +19,9 @@
 //! - [`train`] is the training loop and its clock.
 //! - [`verify`] compares this build with golden values.
 
+// burn 0.22 is the last with this backend, which its authors mark as deprecated for that.
+#![cfg_attr(feature = "tch", allow(deprecated))]
+
 pub mod atomic_file;
 pub mod checkpoint;
 pub mod cli;
