@@ -12,5 +12,7 @@ mod linking;
 mod model;
 // The optimizer: update rules, groups, types.
 mod optimizer;
+// The script that sets libtorch up.
+mod setup_libtorch;
 // The training loop with a clock of its own.
 mod training;
