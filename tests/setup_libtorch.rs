@@ -1,5 +1,5 @@
-//! `scripts/setup-libtorch`, with a Python and drivers that are acted by small scripts: what it installs for which GPU, what
-//! it writes, and what it leaves alone. That pip really installs PyTorch is seen in `.ci/run`.
+//! `scripts/setup-libtorch` and `run.sh`, with a Python, a cargo and drivers that are acted by small scripts: what is installed
+//! for which GPU, what is written, and what is left alone. That pip really installs PyTorch is seen in `.ci/run`.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -24,7 +24,13 @@ case "$*" in
 esac
 "#;
 
-/// A copy of the script in a folder of its own, and a machine to run it on.
+/// Acts as `cargo`: writes down what it is asked to run, and prepares a data set.
+const CARGO: &str = r#"#!/bin/bash
+echo "$*" >>"$LOG"
+case "$*" in *" prepare "*) mkdir -p "$AUTORESEARCH_CACHE_DIR/climbmix" && touch "$AUTORESEARCH_CACHE_DIR/climbmix/prepared.json" ;; esac
+"#;
+
+/// A copy of the scripts in a folder of its own, and a machine to run it on.
 struct Machine {
     folder: TempDir,
 }
@@ -39,9 +45,12 @@ impl Machine {
     /// A machine without any GPU.
     fn new() -> Self {
         let machine = Self { folder: tempfile::tempdir().unwrap() };
-        let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("scripts/setup-libtorch");
-        machine.write_program("checkout/scripts/setup-libtorch", &fs::read_to_string(script).unwrap());
+        for script in ["scripts/setup-libtorch", "run.sh"] {
+            let text = fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join(script)).unwrap();
+            machine.write_program(&format!("checkout/{script}"), &text);
+        }
         machine.write_program("bin/python3", PYTHON);
+        machine.write_program("bin/cargo", CARGO);
         machine.write_program("bin/nvidia-smi", "#!/bin/bash\nexit 9\n");
         machine
     }
@@ -80,18 +89,23 @@ impl Machine {
         fs::set_permissions(self.path(name), fs::Permissions::from_mode(0o755)).unwrap();
     }
 
-    /// Runs the script; `part` is the GPU part of the torch that its package index has.
+    /// Runs the set-up; `part` is the GPU part of the torch that its package index has.
     fn set_up(&self, part: &str, arguments: &[&str]) -> Finished {
+        self.run("scripts/setup-libtorch", part, arguments)
+    }
+
+    fn run(&self, script: &str, part: &str, arguments: &[&str]) -> Finished {
         let path = format!("{}:{}", self.path("bin").display(), std::env::var("PATH").unwrap());
-        let output = Command::new(self.path("checkout/scripts/setup-libtorch"))
+        let output = Command::new(self.path("checkout").join(script))
             .args(arguments)
             .env("PATH", path)
             .env("PART", part)
-            .env("LOG", self.path("installed"))
+            .env("LOG", self.path("log"))
             .env("AUTORESEARCH_KFD_NODES", self.path("kfd"))
             .env("AUTORESEARCH_CACHE_DIR", self.path("cache"))
             .env_remove("AUTORESEARCH_TORCH_INDEX")
             .env_remove("LIBTORCH")
+            .env_remove("NUM_SHARDS")
             .output()
             .unwrap();
         let text = |bytes| String::from_utf8(bytes).unwrap();
@@ -105,9 +119,9 @@ impl Machine {
         finished
     }
 
-    /// What pip was called with, one line each.
-    fn installed(&self) -> Vec<String> {
-        let text = fs::read_to_string(self.path("installed")).unwrap_or_default();
+    /// What pip and cargo were called with, one line each.
+    fn log(&self) -> Vec<String> {
+        let text = fs::read_to_string(self.path("log")).unwrap_or_default();
         text.lines().map(str::to_owned).collect()
     }
 }
@@ -129,7 +143,7 @@ fn each_gpu_gets_the_pytorch_that_is_built_for_it() {
         let finished = machine.ok(part, &[]);
         assert!(finished.stderr.starts_with("found: "), "{}", finished.stderr);
         assert!(finished.stderr.lines().next().unwrap().contains(found), "{found}: {}", finished.stderr);
-        let [installed] = &machine.installed()[..] else { panic!("{:?}", machine.installed()) };
+        let [installed] = &machine.log()[..] else { panic!("{:?}", machine.log()) };
         let options = installed.strip_prefix("-m pip install --disable-pip-version-check --no-input ").unwrap();
         assert_eq!(options.strip_suffix("torch>=2.11.0a0,<2.12").unwrap().trim_end(), index, "{found}");
     }
@@ -147,7 +161,7 @@ fn what_cargo_needs_is_written_and_the_second_call_installs_nothing() {
 
     let again = machine.ok("hip", &[]);
     assert!(again.stderr.contains("kept: "), "{}", again.stderr);
-    assert_eq!(machine.installed().len(), 1);
+    assert_eq!(machine.log().len(), 1);
     assert_eq!(fs::read_to_string(&config).unwrap(), first);
 }
 
@@ -157,7 +171,7 @@ fn an_environment_that_was_not_finished_is_made_again() {
     machine.ok("cuda", &[]);
     fs::write(machine.path("cache/libtorch-cpu/autoresearch-libtorch"), "unfinished\n").unwrap();
     machine.ok("cuda", &[]);
-    assert_eq!(machine.installed().len(), 2);
+    assert_eq!(machine.log().len(), 2);
 }
 
 #[test]
@@ -214,4 +228,33 @@ fn what_is_no_libtorch_is_refused_by_name() {
     let finished = machine.set_up("cuda", &["--python", machine.path("bin/python3").to_str().unwrap()]);
     assert!(!finished.success);
     assert!(finished.stderr.contains("expected a Python with PyTorch, found none; hint: "), "{}", finished.stderr);
+}
+
+#[test]
+fn the_one_command_sets_up_prepares_and_trains_and_the_next_one_only_trains() {
+    let machine = Machine::with_amd(&[110501]);
+    let first = machine.run("run.sh", "hip", &[]);
+    assert!(first.success, "{}", first.stderr);
+    let [install, prepare, train] = &machine.log()[..] else { panic!("{:?}", machine.log()) };
+    assert!(install.starts_with("-m pip install "), "{install}");
+    let run = "run --release --features tch --";
+    assert_eq!(*prepare, format!("{run} prepare --config configs/halo.toml --num-shards 10"));
+    assert_eq!(*train, format!("{run} train --config configs/halo.toml --device libtorch"));
+    for command in ["+ scripts/setup-libtorch".to_owned(), format!("+ cargo {prepare}"), format!("+ cargo {train}")] {
+        assert!(first.stderr.lines().any(|line| line == command), "{command} was not printed: {}", first.stderr);
+    }
+
+    assert!(machine.run("run.sh", "hip", &["--steps", "3", "--device", "libtorch:cpu"]).success);
+    let log = machine.log();
+    let expected = format!("{run} train --config configs/halo.toml --steps 3 --device libtorch:cpu");
+    assert_eq!(log[3..], [expected], "{log:?}");
+}
+
+#[test]
+fn the_one_command_leaves_data_of_ones_own_choice_to_its_user() {
+    let machine = Machine::with_amd(&[110501]);
+    assert!(machine.run("run.sh", "hip", &["--dataset", "tales"]).success);
+    let log = machine.log();
+    assert!(log.last().unwrap().ends_with(" --dataset tales"), "{log:?}");
+    assert!(!log.iter().any(|line| line.contains(" prepare ")), "{log:?}");
 }
