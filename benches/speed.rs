@@ -90,6 +90,7 @@ fn main() -> anyhow::Result<()> {
             plan,
             limit: Limit::Steps(8),
             device: &compute.device,
+            compute_type: compute.compute_type,
             clock: &MonotonicClock::start(),
         }
         .run(|step| {

@@ -107,7 +107,16 @@ fn libtorch_cpu() -> Result<ComputeDevice> {
 
 #[cfg(feature = "tch")]
 fn libtorch_gpu() -> Result<ComputeDevice> {
-    bail!("--device libtorch: GPUs through libtorch are not supported yet; hint: `--device libtorch:cpu` is")
+    if !tch::Cuda::is_available() {
+        bail!("--device libtorch: libtorch sees no GPU; hint: `--device libtorch:cpu` needs none");
+    }
+    Ok(ComputeDevice {
+        device: Device::new(burn::backend::LibTorchDevice::Cuda(0)),
+        name: "GPU (libtorch)".to_owned(),
+        compute_type: FloatDType::BF16,
+        peak_flops: None,
+        is_cpu: false,
+    })
 }
 
 #[cfg(not(feature = "tch"))]

@@ -8,6 +8,7 @@ use crate::optim::{ParameterGroup, UpdateRule};
 use crate::parameters::{Parameter, parameters};
 use anyhow::{Result, bail, ensure};
 use burn::module::{Module, Param};
+use burn::tensor::module::embedding;
 use burn::tensor::{DType, Device, Distribution, FloatDType, Int, Tensor, TensorData, activation};
 use chacha20::ChaCha8Rng;
 use rand::SeedableRng;
@@ -210,8 +211,7 @@ pub struct Embedding {
 impl Embedding {
     /// `[b, t]` to `[b, t, c]`.
     fn forward(&self, tokens: Tensor<2, Int>) -> Tensor<3> {
-        let ([b, t], [_, c]) = (tokens.dims(), self.weight.dims());
-        self.weight.val().select(0, tokens.reshape([b * t])).reshape([b, t, c])
+        embedding(self.weight.val(), tokens)
     }
 }
 
@@ -240,8 +240,8 @@ impl Attention {
             let gate = gate.forward(x.slice([0..b, 0..t, 0..GATE_CHANNELS])); // [b, t, g]
             v = v + (activation::sigmoid(gate) * 2.0).unsqueeze_dim(3) * heads(embedding);
         }
-        let q = ops::rms_norm(ops::rotary(q, context.cos.clone(), context.sin.clone()));
-        let k = ops::rms_norm(ops::rotary(k, context.cos.clone(), context.sin.clone()));
+        let q = ops::rotary_rms_norm(q, context.cos.clone(), context.sin.clone());
+        let k = ops::rotary_rms_norm(k, context.cos.clone(), context.sin.clone());
         let y = ops::causal_attention(q, k, v, window); // [b, t, h, d]
         self.c_proj.forward(y.reshape([b, t, c]))
     }

@@ -3,7 +3,7 @@
 //! Values are handed around flat (`[n]`), so that parameters of every rank fit one type; shapes travel beside them.
 
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
-use burn::tensor::{Gradients, Tensor};
+use burn::tensor::{DType, FloatDType, Gradients, Tensor};
 use std::collections::BTreeMap;
 
 /// One parameter, outside any autodiff graph.
@@ -95,6 +95,24 @@ pub fn with_values<M: Module>(module: M, values: BTreeMap<String, Tensor<1>>) ->
         }
     }
     module.map(&mut Writer { path: Vec::new(), values })
+}
+
+/// `module` with its float32 matrices cast to `compute_type`, once for all forward passes of a step: the products then need
+/// no cast of their own. The copies are parameters in their own right; gradients come in their type.
+pub fn in_compute_type<M: Module>(module: &M, compute_type: FloatDType) -> M {
+    struct Caster(DType);
+    impl ModuleMapper for Caster {
+        fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+            if D < 2 || param.dtype() != DType::F32 || self.0 == DType::F32 {
+                return param;
+            }
+            param.map(|weight| {
+                let is_trained = weight.is_require_grad();
+                weight.detach().cast(self.0).detach().set_require_grad(is_trained)
+            })
+        }
+    }
+    module.clone().map(&mut Caster(compute_type.into()))
 }
 
 fn flat<const D: usize>(value: Tensor<D>) -> Tensor<1> {

@@ -4,9 +4,9 @@ use crate::data::loader::Loader;
 use crate::eval::input_and_targets;
 use crate::model::{Gpt, Hyperparameters};
 use crate::optim::{MuonAdamW, Schedule};
-use crate::parameters::take_gradients;
+use crate::parameters::{in_compute_type, take_gradients};
 use anyhow::{Context, Result, bail};
-use burn::tensor::{Device, Tensor};
+use burn::tensor::{DType, Device, FloatDType, Tensor};
 use serde::{Serialize, Serializer};
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -162,6 +162,8 @@ pub struct Training<'a> {
     pub limit: Limit,
     /// Where to compute, without autodiff.
     pub device: &'a Device,
+    /// Type of matrix products.
+    pub compute_type: FloatDType,
     /// What time it is.
     pub clock: &'a dyn Clock,
 }
@@ -172,7 +174,7 @@ impl Training<'_> {
     /// # Errors
     /// [`Diverged`] if the loss is NaN, infinite or above 100; others if the data cannot be read.
     pub fn run(self, mut report: impl FnMut(&StepReport) -> Result<()>) -> Result<Outcome> {
-        let Self { mut model, optimizer, rows, hyperparameters, plan, limit, device, clock } = self;
+        let Self { mut model, optimizer, rows, hyperparameters, plan, limit, device, compute_type, clock } = self;
         let autodiff = device.clone().autodiff();
         let mut charged = Duration::ZERO;
         let mut charged_steps = 0;
@@ -189,16 +191,22 @@ impl Training<'_> {
             let mut epoch = 1;
             let mut gradients: BTreeMap<String, Tensor<1>> = BTreeMap::new();
             let mut losses: Option<Tensor<1>> = None;
+            // All of the step's rows go to the device while it has nothing else to do: a copy in the midst of it would
+            // wait for what was started before.
+            let mut micro_batches = Vec::with_capacity(plan.micro_batches);
             for _ in 0..plan.micro_batches {
                 let batch = rows
                     .next_batch()?
                     .context("the training data ended, expected rows without end; hint: prepare the data set again")?;
                 data_wait += batch.waited;
                 epoch = batch.epoch;
-                let (input, targets) = input_and_targets(&batch.rows, batch.row_length, &autodiff);
                 dropped_percent = batch.dropped_percent;
-                let loss = model.loss(input, targets) / plan.micro_batches as f64;
-                let micro_gradients = take_gradients(&model, &mut loss.backward());
+                micro_batches.push(input_and_targets(&batch.rows, batch.row_length, &autodiff));
+            }
+            let working = in_compute_type(&model, compute_type);
+            for (input, targets) in micro_batches {
+                let loss = working.loss(input, targets) / plan.micro_batches as f64;
+                let micro_gradients = take_gradients(&working, &mut loss.backward());
                 accumulate(&mut gradients, micro_gradients);
                 let loss = loss.inner();
                 losses = Some(match losses {
@@ -212,6 +220,7 @@ impl Training<'_> {
                 muon_momentum: hyperparameters.muon_momentum(step),
                 weight_decay: hyperparameters.weight_decay(progress),
             };
+            drop(working);
             model = optimizer.step(model, gradients, schedule);
             let loss = losses.context("a step has at least one forward pass")?.into_scalar::<f32>() as f64;
             if !loss.is_finite() || loss > LARGEST_LOSS {
@@ -265,8 +274,10 @@ impl Training<'_> {
     }
 }
 
+/// Adds up in float32, whatever type the parts have.
 fn accumulate(total: &mut BTreeMap<String, Tensor<1>>, part: BTreeMap<String, Tensor<1>>) {
     for (name, gradient) in part {
+        let gradient = if gradient.dtype() == DType::F32 { gradient } else { gradient.cast(DType::F32) };
         let sum = match total.remove(&name) {
             None => gradient,
             Some(sum) => sum + gradient,

@@ -61,6 +61,7 @@ fn train(
         plan,
         limit,
         device: &device,
+        compute_type: FloatDType::F32,
         clock: &Seconds(Cell::new(0)),
     }
     .run(|step| {

@@ -12,14 +12,17 @@ impl<B: Kernels, C: CheckpointStrategy> FusedOps for Autodiff<B, C> {
         #[derive(Debug)]
         struct RmsNorm;
         impl<B: Kernels> Backward<B, 1> for RmsNorm {
-            type State = FloatTensor<B>;
+            type State = B::RmsNormState;
             fn backward(self, ops: Ops<Self::State, 1>, grads: &mut Gradients, _: &mut Checkpointer) {
                 unary::<B, _>(ops.parents, ops.node, grads, |grad| B::rms_norm_backward(ops.state, grad));
             }
         }
         let (x, node) = x.into_parts();
         match RmsNorm.prepare::<C>([node]).compute_bound().stateful() {
-            OpsKind::Tracked(prep) => prep.finish(x.clone(), B::rms_norm(x)),
+            OpsKind::Tracked(prep) => {
+                let (out, state) = B::rms_norm_forward(x);
+                prep.finish(state, out)
+            }
             OpsKind::UnTracked(prep) => prep.finish(B::rms_norm(x)),
         }
     }
@@ -41,6 +44,29 @@ impl<B: Kernels, C: CheckpointStrategy> FusedOps for Autodiff<B, C> {
         match Rotary.prepare::<C>([node]).compute_bound().stateful() {
             OpsKind::Tracked(prep) => prep.finish((cos.clone(), sin.clone()), B::rotary(x, cos, sin)),
             OpsKind::UnTracked(prep) => prep.finish(B::rotary(x, cos, sin)),
+        }
+    }
+
+    fn rotary_rms_norm(x: FloatTensor<Self>, cos: FloatTensor<Self>, sin: FloatTensor<Self>) -> FloatTensor<Self> {
+        #[derive(Debug)]
+        struct RotaryRmsNorm;
+        impl<B: Kernels> Backward<B, 1> for RotaryRmsNorm {
+            type State = (B::RmsNormState, FloatTensor<B>, FloatTensor<B>);
+            fn backward(self, ops: Ops<Self::State, 1>, grads: &mut Gradients, _: &mut Checkpointer) {
+                let (norm, cos, sin) = ops.state;
+                let backward = |grad| B::rotary_rms_norm_backward(norm, cos, sin, grad);
+                unary::<B, _>(ops.parents, ops.node, grads, backward);
+            }
+        }
+        let (x, node) = x.into_parts();
+        // The angles are constants: no gradient flows to them.
+        let ((cos, _), (sin, _)) = (cos.into_parts(), sin.into_parts());
+        match RotaryRmsNorm.prepare::<C>([node]).compute_bound().stateful() {
+            OpsKind::Tracked(prep) => {
+                let (out, norm) = B::rotary_rms_norm_forward(x, cos.clone(), sin.clone());
+                prep.finish((norm, cos, sin), out)
+            }
+            OpsKind::UnTracked(prep) => prep.finish(B::rotary_rms_norm(x, cos, sin)),
         }
     }
 
@@ -110,7 +136,10 @@ impl<B: Kernels, C: CheckpointStrategy> FusedOps for Autodiff<B, C> {
         }
         let (x, node) = x.into_parts();
         match SquaredRelu.prepare::<C>([node]).compute_bound().stateful() {
-            OpsKind::Tracked(prep) => prep.finish(x.clone(), B::squared_relu(x)),
+            OpsKind::Tracked(prep) => {
+                let out = B::squared_relu(x);
+                prep.finish(out.clone(), out)
+            }
             OpsKind::UnTracked(prep) => prep.finish(B::squared_relu(x)),
         }
     }

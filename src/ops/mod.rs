@@ -1,21 +1,22 @@
 //! The few operations worth fusing: one differentiable function each for the model to call.
 //!
 //! Every operation has a default body of burn primitives, forward and backward (`portable`), right on every backend,
-//! and faster bodies where a backend has them (`flex`: the portable CPU backend). Shape legend: b batch, t time, c channels,
+//! and faster bodies where a backend has them (`flex`: the portable CPU backend; `libtorch`: GPUs). Shape legend: b batch, t time, c channels,
 //! h query heads, g key/value heads, d head dim, v vocabulary, n rows.
 
 mod autodiff;
 #[cfg(feature = "flex")]
 mod flex;
+#[cfg(feature = "tch")]
+mod libtorch;
 mod portable;
 #[cfg(all(test, feature = "flex"))]
 mod tests;
 
-#[cfg(feature = "tch")]
-use burn::backend::LibTorch;
 use burn::backend::tensor::{FloatTensor, IntTensor};
 use burn::backend::{Backend, Dispatch, backend_extension};
 use burn::tensor::{Int, Tensor};
+use std::fmt::Debug;
 
 /// The operations as burn's runtime dispatch sees them; each default body is the portable one.
 #[backend_extension(
@@ -33,6 +34,11 @@ pub trait FusedOps: Backend {
     /// See [`rotary`].
     fn rotary(x: FloatTensor<Self>, cos: FloatTensor<Self>, sin: FloatTensor<Self>) -> FloatTensor<Self> {
         portable::rotary::<Self>(x, cos, sin)
+    }
+
+    /// See [`rotary_rms_norm`].
+    fn rotary_rms_norm(x: FloatTensor<Self>, cos: FloatTensor<Self>, sin: FloatTensor<Self>) -> FloatTensor<Self> {
+        Self::rms_norm(Self::rotary(x, cos, sin))
     }
 
     /// See [`project`].
@@ -93,9 +99,33 @@ pub trait FusedOps: Backend {
 
 /// What a backend supplies for training: the hand-written backward of each operation.
 pub trait Kernels: FusedOps {
+    /// What [`rms_norm`]'s forward pass leaves for its backward pass.
+    type RmsNormState: Clone + Debug + Send + 'static;
+
+    /// [`rms_norm`] and its state.
+    fn rms_norm_forward(x: FloatTensor<Self>) -> (FloatTensor<Self>, Self::RmsNormState);
+
     /// Gradient of [`rms_norm`] with respect to `x`.
-    fn rms_norm_backward(x: FloatTensor<Self>, grad: FloatTensor<Self>) -> FloatTensor<Self> {
-        portable::rms_norm_backward::<Self>(x, grad)
+    fn rms_norm_backward(saved: Self::RmsNormState, grad: FloatTensor<Self>) -> FloatTensor<Self>;
+
+    /// [`rotary_rms_norm`] and the normalisation's state.
+    fn rotary_rms_norm_forward(
+        x: FloatTensor<Self>,
+        cos: FloatTensor<Self>,
+        sin: FloatTensor<Self>,
+    ) -> (FloatTensor<Self>, Self::RmsNormState) {
+        Self::rms_norm_forward(Self::rotary(x, cos, sin))
+    }
+
+    /// Gradient of [`rotary_rms_norm`] with respect to `x`.
+    fn rotary_rms_norm_backward(
+        saved: Self::RmsNormState,
+        cos: FloatTensor<Self>,
+        sin: FloatTensor<Self>,
+        grad: FloatTensor<Self>,
+    ) -> FloatTensor<Self> {
+        // A rotation's gradient is the rotation by the opposite angle.
+        Self::rotary(Self::rms_norm_backward(saved, grad), cos, Self::float_neg(sin))
     }
 
     /// Gradients of [`mix`] with respect to its four operands.
@@ -103,9 +133,9 @@ pub trait Kernels: FusedOps {
         portable::mix_backward::<Self>(saved, grad)
     }
 
-    /// Gradient of [`squared_relu`] with respect to `x`.
-    fn squared_relu_backward(x: FloatTensor<Self>, grad: FloatTensor<Self>) -> FloatTensor<Self> {
-        portable::squared_relu_backward::<Self>(x, grad)
+    /// Gradient of [`squared_relu`] with respect to its input, from its output: 2·√out·grad.
+    fn squared_relu_backward(out: FloatTensor<Self>, grad: FloatTensor<Self>) -> FloatTensor<Self> {
+        portable::squared_relu_backward::<Self>(out, grad)
     }
 
     /// [`causal_attention`] and the log-sum-exp of each query's scores `[b, h, t]`.
@@ -154,19 +184,33 @@ pub struct MixState<B: Backend> {
     y_scale: FloatTensor<B>,
 }
 
-#[cfg(feature = "tch")]
-impl FusedOps for LibTorch {}
-#[cfg(feature = "tch")]
-impl Kernels for LibTorch {}
-
 #[cfg(feature = "wgpu")]
 mod cube {
     //! CubeCL runtimes (wgpu, Vulkan): the portable bodies.
-    use super::{FusedOps, Kernels};
+    use super::{FusedOps, Kernels, portable};
     use burn::backend::Cube;
+    use burn::backend::tensor::FloatTensor;
 
     impl FusedOps for Cube {}
-    impl Kernels for Cube {}
+    impl Kernels for Cube {
+        type RmsNormState = FloatTensor<Self>;
+
+        fn rms_norm_forward(x: FloatTensor<Self>) -> (FloatTensor<Self>, Self::RmsNormState) {
+            (portable::rms_norm::<Self>(x.clone()), x)
+        }
+
+        fn rms_norm_backward(x: Self::RmsNormState, grad: FloatTensor<Self>) -> FloatTensor<Self> {
+            portable::rms_norm_backward::<Self>(x, grad)
+        }
+    }
+}
+
+/// What was chosen so far where an operation can be computed in several ways, one line a choice.
+pub fn choices() -> Vec<String> {
+    #[cfg(feature = "tch")]
+    return libtorch::attention::report();
+    #[cfg(not(feature = "tch"))]
+    Vec::new()
 }
 
 /// Parameter-free root-mean-square normalisation over the last axis: x / sqrt(mean(x²) + ε), ε = machine epsilon of x's type.
@@ -189,11 +233,27 @@ pub fn rms_norm<const D: usize>(x: Tensor<D>) -> Tensor<D> {
 /// # Panics
 /// If the shapes differ from these or d is odd.
 pub fn rotary(x: Tensor<4>, cos: Tensor<2>, sin: Tensor<2>) -> Tensor<4> {
+    assert_rotary_shapes(&x, &cos, &sin);
+    Tensor::from_dispatch(Dispatch::rotary(x.into_dispatch(), cos.into_dispatch(), sin.into_dispatch()))
+}
+
+/// [`rotary`], then [`rms_norm`] of each head: how queries and keys are prepared for attention.
+///
+/// # Shapes
+/// As [`rotary`].
+///
+/// # Panics
+/// As [`rotary`].
+pub fn rotary_rms_norm(x: Tensor<4>, cos: Tensor<2>, sin: Tensor<2>) -> Tensor<4> {
+    assert_rotary_shapes(&x, &cos, &sin);
+    Tensor::from_dispatch(Dispatch::rotary_rms_norm(x.into_dispatch(), cos.into_dispatch(), sin.into_dispatch()))
+}
+
+fn assert_rotary_shapes(x: &Tensor<4>, cos: &Tensor<2>, sin: &Tensor<2>) {
     let [_, t, _, d] = x.dims();
     assert_eq!(d % 2, 0, "rotary: the head dim must be even, found {d}");
     assert_eq!(cos.dims(), [t, d / 2], "rotary: cos must be [t, d / 2]");
     assert_eq!(sin.dims(), [t, d / 2], "rotary: sin must be [t, d / 2]");
-    Tensor::from_dispatch(Dispatch::rotary(x.into_dispatch(), cos.into_dispatch(), sin.into_dispatch()))
 }
 
 /// A matrix without bias applied to rows: x·weightᵀ.

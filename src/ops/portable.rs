@@ -103,9 +103,8 @@ pub(super) fn squared_relu<B: Backend>(x: FloatTensor<B>) -> FloatTensor<B> {
     B::float_mul(positive.clone(), positive)
 }
 
-pub(super) fn squared_relu_backward<B: Backend>(x: FloatTensor<B>, grad: FloatTensor<B>) -> FloatTensor<B> {
-    let positive = B::float_clamp_min(x, 0f64.into());
-    B::float_mul(grad, B::float_mul_scalar(positive, 2f64.into()))
+pub(super) fn squared_relu_backward<B: Backend>(out: FloatTensor<B>, grad: FloatTensor<B>) -> FloatTensor<B> {
+    B::float_mul(grad, B::float_mul_scalar(B::float_sqrt(out), 2f64.into()))
 }
 
 /// `x` times a one-element `factor`.

@@ -14,9 +14,10 @@ use crate::data::tales;
 use crate::device::{ComputeDevice, peak_host_memory_mib};
 use crate::eval::{ByteLengths, Evaluation, evaluate_bpb};
 use crate::model::{Gpt, GptConfig, Hyperparameters};
+use crate::ops;
 use crate::optim::MuonAdamW;
 use crate::output::say;
-use crate::parameters::parameters;
+use crate::parameters::{in_compute_type, parameters};
 use crate::sample::Sampling;
 use crate::tokenizer::Tokenizer;
 use crate::train::{BatchPlan, Diverged, Limit, MonotonicClock, Training};
@@ -117,9 +118,13 @@ pub fn train(conditions: &Conditions) -> Result<PathBuf> {
             },
         },
         device: &compute.device,
+        compute_type: compute.compute_type,
         clock: &MonotonicClock::start(),
     }
     .run(|step| {
+        if step.step == 0 {
+            ops::choices().iter().for_each(say);
+        }
         progress.show(step);
         folder.append_metrics(step)
     });
@@ -131,7 +136,7 @@ pub fn train(conditions: &Conditions) -> Result<PathBuf> {
     let weights = folder.path().join(WEIGHTS);
     checkpoint::write(&weights, &parameters(&outcome.model), HashMap::from([(SIZES.to_owned(), sizes)]))?;
 
-    let inference = outcome.model.valid();
+    let inference = in_compute_type(&outcome.model.valid(), compute.compute_type);
     let evaluation = evaluate_rows(&inference, &prepared, prepared.tokenizer(), config.eval_tokens, &compute.device)?;
     let summary = Summary {
         val_bpb: evaluation.bpb(),
@@ -247,6 +252,7 @@ impl Checkpoint {
         }
         let model = Gpt::new(&resolved.model, compute.compute_type, 0, &compute.device);
         let model = load_weights(model, &file.with_prefix("")).with_context(|| weights.display().to_string())?;
+        let model = in_compute_type(&model, compute.compute_type);
         Ok(Self { resolved, compute, tokenizer: Arc::new(tokenizer), model })
     }
 }

@@ -118,6 +118,7 @@ impl Run<'_> {
             hyperparameters: &hyperparameters,
             limit: Limit::Steps(*steps),
             device: &self.goldens.device,
+            compute_type: FloatDType::F32,
             clock: &MonotonicClock::start(),
         }
         .run(|step| {

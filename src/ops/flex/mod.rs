@@ -115,6 +115,12 @@ impl FusedOps for Flex {
 }
 
 impl Kernels for Flex {
+    type RmsNormState = Float;
+
+    fn rms_norm_forward(x: Float) -> (Float, Float) {
+        (Self::rms_norm(x.clone()), x)
+    }
+
     fn rms_norm_backward(x: Float, grad: Float) -> Float {
         if !all_f32(&[&x, &grad]) {
             return portable::rms_norm_backward::<Self>(x, grad);
@@ -134,12 +140,12 @@ impl Kernels for Flex {
         [scaled(x_scale), dot(&x), scaled(y_scale), dot(&y)]
     }
 
-    fn squared_relu_backward(x: Float, grad: Float) -> Float {
-        if !all_f32(&[&x, &grad]) {
-            return portable::squared_relu_backward::<Self>(x, grad);
+    fn squared_relu_backward(out: Float, grad: Float) -> Float {
+        if !all_f32(&[&out, &grad]) {
+            return portable::squared_relu_backward::<Self>(out, grad);
         }
-        let (x, grad) = (x.to_contiguous(), grad.to_contiguous());
-        tensor(rows::squared_relu_backward(elements(&x), elements(&grad)), x.shape())
+        let (out, grad) = (out.to_contiguous(), grad.to_contiguous());
+        tensor(rows::squared_relu_backward(elements(&out), elements(&grad)), out.shape())
     }
 
     fn attention_forward(q: Float, k: Float, v: Float, window: usize) -> (Float, Float) {

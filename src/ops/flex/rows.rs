@@ -90,18 +90,17 @@ pub fn squared_relu(x: &[f32]) -> Vec<f32> {
     fill_rows(x.len(), 1, |start, out| kernel(&x[start..start + out.len()], out))
 }
 
-/// Gradient of [`squared_relu`] with respect to `x`.
-pub fn squared_relu_backward(x: &[f32], grad: &[f32]) -> Vec<f32> {
+/// Gradient of [`squared_relu`] with respect to its input, from its output.
+pub fn squared_relu_backward(squares: &[f32], grad: &[f32]) -> Vec<f32> {
     #[multiversion(targets("x86_64+avx512f+avx512vl+avx2+fma", "x86_64+avx2+fma"))]
-    fn kernel(x: &[f32], grad: &[f32], out: &mut [f32]) {
-        for ((out, &x), grad) in out.iter_mut().zip(x).zip(grad) {
-            let positive = if x < 0.0 { 0.0 } else { x };
-            *out = 2.0 * positive * grad;
+    fn kernel(squares: &[f32], grad: &[f32], out: &mut [f32]) {
+        for ((out, square), grad) in out.iter_mut().zip(squares).zip(grad) {
+            *out = 2.0 * square.sqrt() * grad;
         }
     }
-    fill_rows(x.len(), 1, |start, out| {
+    fill_rows(squares.len(), 1, |start, out| {
         let end = start + out.len();
-        kernel(&x[start..end], &grad[start..end], out)
+        kernel(&squares[start..end], &grad[start..end], out)
     })
 }
 

@@ -1,0 +1,450 @@
+//! Attention through libtorch's fused kernels, with real sliding windows, and the choice of the fastest way on this GPU.
+//!
+//! Only some kernels know windows, and some builds take one and ignore it. Any causal kernel can do them in blocks as long
+//! as the window: a query sees its own block up to itself, and of the block before the part from its own place on, which
+//! becomes causal with time reversed. The two parts are merged by their log-sum-exp; backward kernels take the merged output
+//! and log-sum-exp for either part (Dao et al. 2022, "FlashAttention": they enter as they are).
+
+use super::super::portable;
+use burn::backend::LibTorch;
+use burn_tch::TchTensor;
+use std::collections::HashMap;
+use std::ffi::{CStr, c_char, c_int};
+use std::fmt;
+use std::ptr::null_mut;
+use std::sync::{Mutex, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
+use tch::{Device, Kind, Tensor};
+use torch_sys::C_tensor;
+
+unsafe extern "C" {
+    fn autoresearch_attention_forward(
+        kernel: c_int,
+        q: *const C_tensor,
+        k: *const C_tensor,
+        v: *const C_tensor,
+        window: i64,
+        outputs: *mut *mut C_tensor,
+    ) -> *const c_char;
+    fn autoresearch_attention_backward(
+        kernel: c_int,
+        grad: *const C_tensor,
+        q: *const C_tensor,
+        k: *const C_tensor,
+        v: *const C_tensor,
+        out: *const C_tensor,
+        log_sum_exp: *const C_tensor,
+        window: i64,
+        outputs: *mut *mut C_tensor,
+    ) -> *const c_char;
+}
+
+/// One of libtorch's fused attention kernels.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Kernel {
+    Flash = 0,
+    Cudnn = 1,
+    Efficient = 2,
+    Cpu = 3,
+}
+
+/// How a window gets into the computation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Windowing {
+    /// Every query sees all tokens before it.
+    Full,
+    /// The kernel takes the window.
+    Native,
+    /// Blocks as long as the window.
+    Blocks,
+}
+
+/// A way to compute attention.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Plan {
+    kernel: Kernel,
+    windowing: Windowing,
+}
+
+impl fmt::Display for Plan {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let kernel = match self.kernel {
+            Kernel::Flash => "flash",
+            Kernel::Cudnn => "cuDNN",
+            Kernel::Efficient => "memory-efficient",
+            Kernel::Cpu => "flash for CPUs",
+        };
+        match self.windowing {
+            Windowing::Full => write!(f, "{kernel}"),
+            Windowing::Native => write!(f, "{kernel} with its own window"),
+            Windowing::Blocks => write!(f, "{kernel} in blocks"),
+        }
+    }
+}
+
+/// Queries, keys and values, each `[b, t, h, d]`.
+type Operands = [Tensor; 3];
+
+impl Kernel {
+    fn takes_windows(self) -> bool {
+        self == Self::Flash
+    }
+
+    /// Output `[b, t, h, d]` and log-sum-exp `[b, h, t]`.
+    fn forward(self, [q, k, v]: &Operands, window: Option<i64>) -> Result<(Tensor, Tensor), String> {
+        let mut outputs = [null_mut(); 2];
+        // SAFETY: the tensors live during the call; on success it leaves two that belong to us.
+        unsafe {
+            let window = window.unwrap_or(-1);
+            let (q, k, v) = (q.as_ptr(), k.as_ptr(), v.as_ptr());
+            check(autoresearch_attention_forward(self as c_int, q, k, v, window, outputs.as_mut_ptr()))?;
+            let [out, log_sum_exp] = outputs.map(|output| Tensor::from_ptr(output));
+            Ok((out, log_sum_exp))
+        }
+    }
+
+    /// Gradients of queries, keys and values.
+    fn backward(self, state: &State, grad: &Tensor, window: Option<i64>) -> Result<Operands, String> {
+        let State { operands: [q, k, v], out, log_sum_exp } = state;
+        let mut outputs = [null_mut(); 3];
+        // SAFETY: the tensors live during the call; on success it leaves three that belong to us.
+        unsafe {
+            check(autoresearch_attention_backward(
+                self as c_int,
+                grad.as_ptr(),
+                q.as_ptr(),
+                k.as_ptr(),
+                v.as_ptr(),
+                out.as_ptr(),
+                log_sum_exp.as_ptr(),
+                window.unwrap_or(-1),
+                outputs.as_mut_ptr(),
+            ))?;
+            Ok(outputs.map(|output| Tensor::from_ptr(output)))
+        }
+    }
+}
+
+/// # Safety
+/// `message` must be null or a string that ends with a zero.
+unsafe fn check(message: *const c_char) -> Result<(), String> {
+    if message.is_null() {
+        return Ok(());
+    }
+    // SAFETY: the caller's.
+    Err(unsafe { CStr::from_ptr(message) }.to_string_lossy().into_owned())
+}
+
+/// What the forward pass leaves: operands `[b, t, h, d]`, output alike, log-sum-exp `[b, h, t]`.
+pub struct State {
+    pub operands: Operands,
+    pub out: Tensor,
+    pub log_sum_exp: Tensor,
+}
+
+impl Plan {
+    /// Output `[b, t, h, d]` and log-sum-exp `[b, h, t]` of `q` `[b, t, h, d]`, `k` and `v` `[b, t, g, d]`.
+    ///
+    /// # Errors
+    /// What libtorch says.
+    pub fn forward(self, q: &Tensor, k: &Tensor, v: &Tensor, window: usize) -> Result<(Tensor, Tensor), String> {
+        let operands = with_all_heads(q, k, v);
+        let window = window as i64;
+        match self.windowing {
+            Windowing::Full => self.kernel.forward(&operands, None),
+            Windowing::Native => self.kernel.forward(&operands, Some(window)),
+            Windowing::Blocks => forward_in_blocks(self.kernel, &operands, window),
+        }
+    }
+
+    /// Gradients of `q`, `k` and `v` in their own shapes.
+    ///
+    /// # Errors
+    /// What libtorch says.
+    pub fn backward(self, state: State, grad: &Tensor, window: usize) -> Result<Operands, String> {
+        let [q, k, v] = &state.operands;
+        let groups = k.size()[2];
+        let state = State { operands: with_all_heads(q, k, v), ..state };
+        let window = window as i64;
+        let [dq, dk, dv] = match self.windowing {
+            Windowing::Full => self.kernel.backward(&state, grad, None),
+            Windowing::Native => self.kernel.backward(&state, grad, Some(window)),
+            Windowing::Blocks => backward_in_blocks(self.kernel, &state, grad, window),
+        }?;
+        Ok([dq, sum_of_heads(dk, groups), sum_of_heads(dv, groups)])
+    }
+}
+
+/// Keys and values repeated for every query head that uses them: not all kernels know grouped heads.
+fn with_all_heads(q: &Tensor, k: &Tensor, v: &Tensor) -> Operands {
+    let repeats = q.size()[2] / k.size()[2];
+    let repeated = |x: &Tensor| {
+        if repeats == 1 { x.shallow_clone() } else { x.repeat_interleave_self_int(repeats, 2, None) }
+    };
+    [q.shallow_clone(), repeated(k), repeated(v)]
+}
+
+/// The gradient of [`with_all_heads`]: `[b, t, h, d]` to `[b, t, g, d]`.
+fn sum_of_heads(x: Tensor, groups: i64) -> Tensor {
+    let size = x.size();
+    if size[2] == groups {
+        return x;
+    }
+    let grouped = x.reshape([size[0], size[1], groups, size[2] / groups, size[3]]);
+    grouped.sum_dim_intlist(3i64, false, x.kind())
+}
+
+/// `[b, t, h, d]` cut into blocks of `window` tokens: `[b, n, window, h, d]`, zeros at the end where they do not fill up.
+///
+/// Nothing before the end sees what is added there.
+fn blocks(x: &Tensor, window: i64) -> Tensor {
+    let size = x.size();
+    let missing = (window - size[1] % window) % window;
+    let padded = if missing == 0 { x.contiguous() } else { x.constant_pad_nd([0, 0, 0, 0, 0, missing]) };
+    padded.view([size[0], -1, window, size[2], size[3]])
+}
+
+/// The blocks `[b, n, w, h, d]` that look back (all but the first), or those that are looked at (all but the last), with
+/// time reversed: `[b · (n − 1), w, h, d]`.
+fn reversed(blocks: &Tensor, first: i64) -> Tensor {
+    let size = blocks.size();
+    blocks.narrow(1, first, size[1] - 1).flip([2]).view([-1, size[2], size[3], size[4]])
+}
+
+/// `[b · n, w, h, d]` of `[b, n, w, h, d]`.
+fn as_batch(blocks: &Tensor) -> Tensor {
+    let size = blocks.size();
+    blocks.view([-1, size[2], size[3], size[4]])
+}
+
+/// The log-sum-exp `[b, h, t]` in blocks: `[b, n, h, w]`.
+fn sum_blocks(log_sum_exp: &Tensor, window: i64) -> Tensor {
+    let size = log_sum_exp.size();
+    let missing = (window - size[2] % window) % window;
+    let padded = log_sum_exp.constant_pad_nd([0, missing]);
+    padded.view([size[0], size[1], -1, window]).transpose(1, 2).contiguous()
+}
+
+fn forward_in_blocks(kernel: Kernel, operands: &Operands, window: i64) -> Result<(Tensor, Tensor), String> {
+    let size = operands[0].size();
+    let (b, t, h, d) = (size[0], size[1], size[2], size[3]);
+    let [q, k, v] = operands.each_ref().map(|x| blocks(x, window));
+    let n = q.size()[1];
+    let (out, sums) = kernel.forward(&[as_batch(&q), as_batch(&k), as_batch(&v)], None)?;
+    let (out, sums) = (out.contiguous().view([b, n, window, h, d]), sums.contiguous().view([b, n, h, window]));
+    let before = [reversed(&q, 1), reversed(&k, 0), reversed(&v, 0)];
+    let (out_before, sums_before) = kernel.forward(&before, None)?;
+    let out_before = out_before.contiguous().view([b, n - 1, window, h, d]).flip([2]);
+    let sums_before = sums_before.contiguous().view([b, n - 1, h, window]).flip([3]);
+    let (mut own, mut own_sums) = (out.narrow(1, 1, n - 1), sums.narrow(1, 1, n - 1));
+    let merged = own_sums.logaddexp(&sums_before);
+    let share = (sums_before - &merged).exp().transpose(2, 3).unsqueeze(-1); // [b, n - 1, w, h, 1]
+    let kind = own.kind();
+    own.copy_(&(&own + (out_before - &own).to_kind(Kind::Float) * share).to_kind(kind));
+    own_sums.copy_(&merged);
+    let out = out.view([b, n * window, h, d]).narrow(1, 0, t).contiguous();
+    let sums = sums.transpose(1, 2).reshape([b, h, n * window]).narrow(2, 0, t).contiguous();
+    Ok((out, sums))
+}
+
+fn backward_in_blocks(kernel: Kernel, state: &State, grad: &Tensor, window: i64) -> Result<Operands, String> {
+    let size = grad.size();
+    let (b, t, h, d) = (size[0], size[1], size[2], size[3]);
+    let [q, k, v] = state.operands.each_ref().map(|x| blocks(x, window));
+    let [out, grad] = [&state.out, grad].map(|x| blocks(x, window));
+    let sums = sum_blocks(&state.log_sum_exp, window); // [b, n, h, w]
+    let n = q.size()[1];
+    let own = State {
+        operands: [as_batch(&q), as_batch(&k), as_batch(&v)],
+        out: as_batch(&out),
+        log_sum_exp: sums.view([-1, h, window]),
+    };
+    let gradients = kernel.backward(&own, &as_batch(&grad), None)?;
+    let before = State {
+        operands: [reversed(&q, 1), reversed(&k, 0), reversed(&v, 0)],
+        out: reversed(&out, 1),
+        log_sum_exp: sums.narrow(1, 1, n - 1).flip([3]).view([-1, h, window]),
+    };
+    let gradients_before = kernel.backward(&before, &reversed(&grad, 1), None)?;
+    let mut firsts = [1, 0, 0].into_iter();
+    let mut parts = gradients_before.into_iter();
+    Ok(gradients.map(|gradient| {
+        let (first, part) = (firsts.next().unwrap_or(0), parts.next());
+        let gradient = gradient.contiguous().view([b, n, window, h, d]);
+        if let Some(part) = part {
+            let part = part.contiguous().view([b, n - 1, window, h, d]).flip([2]);
+            let _ = gradient.narrow(1, first, n - 1).g_add_(&part);
+        }
+        gradient.view([b, n * window, h, d]).narrow(1, 0, t).contiguous()
+    }))
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The choice
+// ---------------------------------------------------------------------------------------------------------------------
+
+/// What a choice depends on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+struct Call {
+    device: Device,
+    kind: Kind,
+    b: i64,
+    t: i64,
+    h: i64,
+    g: i64,
+    d: i64,
+    window: usize,
+}
+
+/// Elements of the queries with which ways are timed: enough to fill a GPU.
+const TIMED_ELEMENTS: i64 = 1 << 25;
+/// Times that each way is run for its time.
+const TIMED_RUNS: u32 = 3;
+/// Largest relative error of a way's output and gradients in bfloat16, whose own rounding is about a third of it.
+const LARGEST_ERROR_BF16: f64 = 2e-2;
+/// The same in float32.
+const LARGEST_ERROR_F32: f64 = 1e-4;
+/// Tokens of the sample on which ways are checked, and the window on it: no multiple of each other.
+const CHECKED_TOKENS: i64 = 320;
+const CHECKED_WINDOW: usize = 96;
+
+type Choices = HashMap<Call, (Option<Plan>, String)>;
+
+fn choices() -> &'static Mutex<Choices> {
+    static CHOICES: OnceLock<Mutex<Choices>> = OnceLock::new();
+    CHOICES.get_or_init(Mutex::default)
+}
+
+/// What was chosen so far and what each way took, one line a choice.
+pub fn report() -> Vec<String> {
+    let choices = choices().lock().unwrap_or_else(PoisonError::into_inner);
+    let mut lines: Vec<String> = choices.values().map(|(_, line)| line.clone()).collect();
+    lines.sort();
+    lines
+}
+
+/// The fastest way for operands like these on their device, measured at the first call; none where no fused kernel will do.
+pub fn plan(q: &Tensor, k: &Tensor, window: usize) -> Option<Plan> {
+    let (size, groups) = (q.size(), k.size()[2]);
+    let (b, t, h, d) = (size[0], size[1], size[2], size[3]);
+    let call = Call { device: q.device(), kind: q.kind(), b, t, h, g: groups, d, window: window.min(t as usize) };
+    let mut choices = choices().lock().unwrap_or_else(PoisonError::into_inner);
+    choices.entry(call).or_insert_with(|| call.choose()).0
+}
+
+impl Call {
+    fn is_full(&self) -> bool {
+        self.window as i64 >= self.t - 1
+    }
+
+    fn candidates(&self) -> Vec<Plan> {
+        let kernels: &[Kernel] =
+            if self.device.is_cuda() { &[Kernel::Flash, Kernel::Cudnn, Kernel::Efficient] } else { &[Kernel::Cpu] };
+        let with = |windowing| kernels.iter().map(move |&kernel| Plan { kernel, windowing });
+        match self.window {
+            // A block of no tokens: each query sees only itself.
+            0 => Vec::new(),
+            _ if self.is_full() => with(Windowing::Full).collect(),
+            _ => with(Windowing::Native)
+                .filter(|plan| plan.kernel.takes_windows())
+                .chain(with(Windowing::Blocks))
+                .collect(),
+        }
+    }
+
+    fn choose(&self) -> (Option<Plan>, String) {
+        let mut timed: Vec<(Plan, Duration)> = Vec::new();
+        let what = format!("attention of {} heads of {}, context {}, window {}", self.h, self.d, self.t, self.window);
+        for plan in self.candidates() {
+            match self.check(plan).and_then(|()| self.time(plan)) {
+                Ok(time) => timed.push((plan, time)),
+                Err(problem) => tracing::debug!("{what}: {plan} is not used: {problem}"),
+            }
+        }
+        timed.sort_by_key(|&(_, time)| time);
+        let Some(&(fastest, _)) = timed.first() else {
+            tracing::warn!(
+                "{what}: none of libtorch's fused kernels will do (--verbose says why); hint: training goes on with plain operations, right but much slower"
+            );
+            return (None, format!("{what}: plain operations"));
+        };
+        let times: Vec<String> =
+            timed.iter().map(|(plan, time)| format!("{plan} {:.2} ms", time.as_secs_f64() * 1e3)).collect();
+        (Some(fastest), format!("{what}: {fastest} (forward and backward: {})", times.join(", ")))
+    }
+
+    fn synchronize(&self) {
+        if let Device::Cuda(index) = self.device {
+            tch::Cuda::synchronize(index as i64);
+        }
+    }
+
+    fn sample(&self, b: i64, t: i64, heads: i64) -> Tensor {
+        Tensor::randn([b, t, heads, self.d], (self.kind, self.device))
+    }
+
+    /// Compares `plan` with the portable body in float32 on a small sample.
+    fn check(&self, plan: Plan) -> Result<(), String> {
+        let t = CHECKED_TOKENS.min(self.t);
+        let window = if self.is_full() { t as usize } else { CHECKED_WINDOW.min(self.window) };
+        let operands = [self.h, self.g, self.g].map(|heads| self.sample(1, t, heads));
+        let grad = self.sample(1, t, self.h);
+        let [q, k, v] = &operands;
+        let (out, log_sum_exp) = plan.forward(q, k, v, window)?;
+        let found = {
+            let operands = operands.each_ref().map(Tensor::shallow_clone);
+            let state = State { operands, out: out.shallow_clone(), log_sum_exp: log_sum_exp.shallow_clone() };
+            plan.backward(state, &grad, window)?
+        };
+        let wide = |x: &Tensor| TchTensor::new(x.to_kind(Kind::Float));
+        let [q, k, v] = operands.each_ref().map(wide);
+        let (expected_out, expected_sums) =
+            portable::attention_forward::<LibTorch>(q.clone(), k.clone(), v.clone(), window);
+        let state = super::super::AttentionState {
+            q,
+            k,
+            v,
+            out: expected_out.clone(),
+            log_sum_exp: expected_sums.clone(),
+            window,
+        };
+        let expected = portable::attention_backward::<LibTorch>(state, wide(&grad));
+        let largest = if self.kind == Kind::Float { LARGEST_ERROR_F32 } else { LARGEST_ERROR_BF16 };
+        let names = ["output", "log-sum-exp", "gradient of q", "gradient of k", "gradient of v"];
+        let found = [out, log_sum_exp].into_iter().chain(found);
+        let expected = [expected_out, expected_sums].into_iter().chain(expected);
+        for ((name, found), expected) in names.iter().zip(found).zip(expected) {
+            let error = relative_error(&found, &expected.tensor);
+            // Not a number is an error too.
+            if error.is_nan() || error > largest {
+                return Err(format!("expected a relative error of the {name} up to {largest}, found {error:.2e}"));
+            }
+        }
+        Ok(())
+    }
+
+    /// Median time of forward and backward.
+    fn time(&self, plan: Plan) -> Result<Duration, String> {
+        let b = (TIMED_ELEMENTS / (self.t * self.h * self.d)).clamp(1, self.b);
+        let [q, k, v] = [self.h, self.g, self.g].map(|heads| self.sample(b, self.t, heads));
+        let grad = self.sample(b, self.t, self.h);
+        let run = || -> Result<Duration, String> {
+            self.synchronize();
+            let start = Instant::now();
+            let (out, log_sum_exp) = plan.forward(&q, &k, &v, self.window)?;
+            let operands = [&q, &k, &v].map(Tensor::shallow_clone);
+            let _gradients = plan.backward(State { operands, out, log_sum_exp }, &grad, self.window)?;
+            self.synchronize();
+            Ok(start.elapsed())
+        };
+        run()?;
+        let mut times: Vec<Duration> = (0..TIMED_RUNS).map(|_| run()).collect::<Result<_, _>>()?;
+        times.sort();
+        Ok(times[times.len() / 2])
+    }
+}
+
+fn relative_error(found: &Tensor, expected: &Tensor) -> f64 {
+    let difference = (found.to_kind(Kind::Float) - expected).norm();
+    (difference / expected.norm()).double_value(&[])
+}

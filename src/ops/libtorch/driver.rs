@@ -1,0 +1,289 @@
+//! The GPU makers' run-time compilers and launchers, by their C interfaces: NVRTC and the CUDA driver, or HIPRTC and HIP.
+//!
+//! Nothing of them is linked: libtorch brings them along, and a machine without a GPU need not have them. Both makers'
+//! functions have the same signatures under different names.
+
+use libloading::Library;
+use std::ffi::{CString, c_char, c_int, c_uint, c_void};
+use std::ptr::null_mut;
+
+/// What a call gives that went well, for every function here.
+const SUCCESS: c_int = 0;
+/// CUDA's numbers of the two parts of a device's compute capability.
+const COMPUTE_CAPABILITY: [c_int; 2] = [75, 76];
+
+type Handle = *mut c_void;
+type Create = unsafe extern "C" fn(
+    *mut Handle,
+    *const c_char,
+    *const c_char,
+    c_int,
+    *const *const c_char,
+    *const *const c_char,
+) -> c_int;
+type Compile = unsafe extern "C" fn(Handle, c_int, *const *const c_char) -> c_int;
+type Size = unsafe extern "C" fn(Handle, *mut usize) -> c_int;
+type Bytes = unsafe extern "C" fn(Handle, *mut c_char) -> c_int;
+type LoadModule = unsafe extern "C" fn(*mut Handle, *const c_void) -> c_int;
+type GetFunction = unsafe extern "C" fn(*mut Handle, Handle, *const c_char) -> c_int;
+type Launch = unsafe extern "C" fn(
+    Handle,
+    c_uint,
+    c_uint,
+    c_uint,
+    c_uint,
+    c_uint,
+    c_uint,
+    c_uint,
+    Handle,
+    *mut *mut c_void,
+    *mut *mut c_void,
+) -> c_int;
+
+/// How a thread is told which device its launches go to.
+enum Context {
+    Cuda {
+        retain: unsafe extern "C" fn(*mut Handle, c_int) -> c_int,
+        set_current: unsafe extern "C" fn(Handle) -> c_int,
+        attribute: unsafe extern "C" fn(*mut c_int, c_int, c_int) -> c_int,
+    },
+    Hip {
+        set_device: unsafe extern "C" fn(c_int) -> c_int,
+    },
+}
+
+/// The functions of one maker.
+pub struct Driver {
+    create: Create,
+    compile: Compile,
+    code_size: Size,
+    code: Bytes,
+    log_size: Size,
+    log: Bytes,
+    load_module: LoadModule,
+    get_function: GetFunction,
+    launch: Launch,
+    context: Context,
+    /// They stay loaded as long as their functions are here.
+    _libraries: Vec<Library>,
+}
+
+/// A kernel that is loaded on a device.
+#[derive(Clone, Copy)]
+pub struct Function(Handle);
+
+// SAFETY: the handle names something in the driver, which may be used from every thread.
+unsafe impl Send for Function {}
+// SAFETY: as above.
+unsafe impl Sync for Function {}
+
+/// An argument of a kernel.
+#[derive(Clone, Copy)]
+pub enum Argument {
+    Pointer(*mut c_void),
+    Long(i64),
+    Int(i32),
+    Float(f32),
+}
+
+impl Argument {
+    /// The argument in the first bytes of eight, as the driver reads it.
+    fn slot(self) -> u64 {
+        match self {
+            Self::Pointer(pointer) => pointer as u64,
+            Self::Long(value) => value as u64,
+            Self::Int(value) => value as u32 as u64,
+            Self::Float(value) => value.to_bits() as u64,
+        }
+    }
+}
+
+impl Driver {
+    /// The functions of the maker whose GPUs this libtorch computes on.
+    ///
+    /// # Errors
+    /// If libraries or functions are missing.
+    pub fn open() -> Result<Self, String> {
+        if cfg!(libtorch_gpu = "hip") { Self::hip() } else { Self::cuda() }
+    }
+
+    fn cuda() -> Result<Self, String> {
+        // libtorch's own door to both libraries: it knows where its NVRTC lies.
+        let libraries = libraries(&["libcaffe2_nvrtc.so", "libcuda.so.1"])?;
+        // SAFETY: the signatures are those of "NVRTC" and "CUDA Driver API".
+        unsafe {
+            Ok(Self {
+                create: symbol(&libraries, "nvrtcCreateProgram")?,
+                compile: symbol(&libraries, "nvrtcCompileProgram")?,
+                code_size: symbol(&libraries, "nvrtcGetCUBINSize")?,
+                code: symbol(&libraries, "nvrtcGetCUBIN")?,
+                log_size: symbol(&libraries, "nvrtcGetProgramLogSize")?,
+                log: symbol(&libraries, "nvrtcGetProgramLog")?,
+                load_module: symbol(&libraries, "cuModuleLoadData")?,
+                get_function: symbol(&libraries, "cuModuleGetFunction")?,
+                launch: symbol(&libraries, "cuLaunchKernel")?,
+                context: Context::Cuda {
+                    retain: symbol(&libraries, "cuDevicePrimaryCtxRetain")?,
+                    set_current: symbol(&libraries, "cuCtxSetCurrent")?,
+                    attribute: symbol(&libraries, "cuDeviceGetAttribute")?,
+                },
+                _libraries: libraries,
+            })
+        }
+    }
+
+    fn hip() -> Result<Self, String> {
+        // The program links libtorch's HIP part, and that HIP itself; the compiler may be a library of its own.
+        let libraries = libraries(&["", "libcaffe2_nvrtc.so", "libamdhip64.so", "libhiprtc.so"])?;
+        // SAFETY: the signatures are those of "HIP runtime compilation" and "HIP runtime API".
+        unsafe {
+            Ok(Self {
+                create: symbol(&libraries, "hiprtcCreateProgram")?,
+                compile: symbol(&libraries, "hiprtcCompileProgram")?,
+                code_size: symbol(&libraries, "hiprtcGetCodeSize")?,
+                code: symbol(&libraries, "hiprtcGetCode")?,
+                log_size: symbol(&libraries, "hiprtcGetProgramLogSize")?,
+                log: symbol(&libraries, "hiprtcGetProgramLog")?,
+                load_module: symbol(&libraries, "hipModuleLoadData")?,
+                get_function: symbol(&libraries, "hipModuleGetFunction")?,
+                launch: symbol(&libraries, "hipModuleLaunchKernel")?,
+                context: Context::Hip { set_device: symbol(&libraries, "hipSetDevice")? },
+                _libraries: libraries,
+            })
+        }
+    }
+
+    /// Makes `device` the one that this thread's launches go to.
+    ///
+    /// # Errors
+    /// If the driver refuses.
+    pub fn enter(&self, device: i32) -> Result<(), String> {
+        // SAFETY: out-pointers are valid; the primary context is never released, as libtorch holds it too.
+        unsafe {
+            match &self.context {
+                Context::Cuda { retain, set_current, .. } => {
+                    let mut context = null_mut();
+                    check("cuDevicePrimaryCtxRetain", retain(&mut context, device))?;
+                    check("cuCtxSetCurrent", set_current(context))
+                }
+                Context::Hip { set_device } => check("hipSetDevice", set_device(device)),
+            }
+        }
+    }
+
+    /// Compiles `source` for `device` and loads it; gives its kernels by `names`.
+    ///
+    /// # Errors
+    /// The compiler's log, or what the driver refuses.
+    pub fn build(
+        &self,
+        source: &str,
+        options: &[&str],
+        device: i32,
+        names: &[&'static str],
+    ) -> Result<Vec<Function>, String> {
+        let mut options: Vec<CString> = options.iter().map(|option| c_string(option)).collect::<Result<_, _>>()?;
+        options.extend(self.architecture(device)?);
+        let options: Vec<*const c_char> = options.iter().map(|option| option.as_ptr()).collect();
+        let (source, file) = (c_string(source)?, c"kernels.cu");
+        let mut program = null_mut();
+        // SAFETY: all strings end with a zero and outlive the calls; buffers have the sizes that the compiler asked for.
+        unsafe {
+            let none = std::ptr::null();
+            check("create program", (self.create)(&mut program, source.as_ptr(), file.as_ptr(), 0, none, none))?;
+            if (self.compile)(program, options.len() as c_int, options.as_ptr()) != SUCCESS {
+                let log = self.text(program, self.log_size, self.log)?;
+                return Err(format!("the kernels do not compile: {}", String::from_utf8_lossy(&log)));
+            }
+            let code = self.text(program, self.code_size, self.code)?;
+            let mut module = null_mut();
+            check("load module", (self.load_module)(&mut module, code.as_ptr().cast()))?;
+            names
+                .iter()
+                .map(|name| {
+                    let (mut function, name) = (null_mut(), c_string(name)?);
+                    check("get function", (self.get_function)(&mut function, module, name.as_ptr()))?;
+                    Ok(Function(function))
+                })
+                .collect()
+        }
+    }
+
+    /// The option that names `device`'s architecture; HIPRTC takes the current device's without one.
+    fn architecture(&self, device: i32) -> Result<Option<CString>, String> {
+        let Context::Cuda { attribute, .. } = &self.context else { return Ok(None) };
+        let mut capability = [0; 2];
+        for (value, number) in capability.iter_mut().zip(COMPUTE_CAPABILITY) {
+            // SAFETY: the out-pointer is valid.
+            check("cuDeviceGetAttribute", unsafe { attribute(value, number, device) })?;
+        }
+        c_string(&format!("--gpu-architecture=sm_{}{}", capability[0], capability[1])).map(Some)
+    }
+
+    unsafe fn text(&self, program: Handle, size: Size, bytes: Bytes) -> Result<Vec<u8>, String> {
+        let mut length = 0;
+        // SAFETY: the caller's.
+        check("size of the compiler's output", unsafe { size(program, &mut length) })?;
+        let mut text = vec![0u8; length];
+        // SAFETY: the buffer has the size that was asked for.
+        check("the compiler's output", unsafe { bytes(program, text.as_mut_ptr().cast()) })?;
+        Ok(text)
+    }
+
+    /// Starts `function` on the default stream, where libtorch computes too.
+    ///
+    /// # Safety
+    /// Arguments must be those of the kernel, and every pointer memory of the thread's device that is large enough.
+    pub unsafe fn launch(
+        &self,
+        function: Function,
+        blocks: u32,
+        threads: u32,
+        arguments: &[Argument],
+    ) -> Result<(), String> {
+        let mut slots: Vec<u64> = arguments.iter().map(|argument| argument.slot()).collect();
+        let mut pointers: Vec<*mut c_void> = slots.iter_mut().map(|slot| (slot as *mut u64).cast()).collect();
+        // SAFETY: the caller's; the driver copies the arguments before it returns.
+        let status = unsafe {
+            let arguments = pointers.as_mut_ptr();
+            (self.launch)(function.0, blocks, 1, 1, threads, 1, 1, 0, null_mut(), arguments, null_mut())
+        };
+        check("launch", status)
+    }
+}
+
+/// The libraries among `names` that can be loaded; an empty name is the program itself.
+fn libraries(names: &[&str]) -> Result<Vec<Library>, String> {
+    let mut reasons = Vec::new();
+    let mut found = Vec::new();
+    for name in names {
+        if name.is_empty() {
+            found.push(Library::from(libloading::os::unix::Library::this()));
+            continue;
+        }
+        // SAFETY: libraries of the GPU's maker, which libtorch loads too.
+        match unsafe { Library::new(*name) } {
+            Ok(library) => found.push(library),
+            Err(error) => reasons.push(error.to_string()),
+        }
+    }
+    if found.is_empty() { Err(reasons.join("; ")) } else { Ok(found) }
+}
+
+/// The function `name` of the first of `libraries`, or of what they depend on, that has it.
+///
+/// # Safety
+/// `F` must be the function's type; it may be called only while the libraries are loaded.
+unsafe fn symbol<F: Copy>(libraries: &[Library], name: &str) -> Result<F, String> {
+    // SAFETY: the caller's.
+    let function = libraries.iter().find_map(|library| unsafe { library.get::<F>(name).ok().map(|symbol| *symbol) });
+    function.ok_or_else(|| format!("no library of the GPU's maker has the function {name}"))
+}
+
+fn check(what: &str, status: c_int) -> Result<(), String> {
+    if status == SUCCESS { Ok(()) } else { Err(format!("{what}: the GPU's driver answers {status}")) }
+}
+
+fn c_string(text: &str) -> Result<CString, String> {
+    CString::new(text).map_err(|error| error.to_string())
+}

@@ -1,0 +1,298 @@
+//! Our own kernels (`kernels.cu`) on libtorch's tensors: compiled at first use, and called like functions of tensors.
+//!
+//! They do in one pass over memory what takes libtorch several. [`of`] says whether they can be had for some tensors;
+//! where they cannot, the portable bodies are right too.
+
+use super::driver::{Argument, Driver, Function};
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use tch::{Device, Kind, Tensor};
+
+const SOURCE: &str = include_str!("kernels.cu");
+/// Elements that a thread reads and writes at once.
+const VECTOR: i64 = 8;
+const THREADS: u32 = 256;
+/// Blocks of a kernel that sums over all elements: enough to fill any GPU, few enough to add up.
+const SUMMING_BLOCKS: u32 = 1024;
+
+const NAMES: [&str; 9] = [
+    "rms_norm_forward",
+    "rms_norm_backward",
+    "rotary_rms_norm_forward",
+    "rotary_rms_norm_backward",
+    "mix_forward",
+    "mix_backward",
+    "squared_relu_forward",
+    "squared_relu_backward",
+    "softcap_cross_entropy",
+];
+
+/// The kernels for one device and element type.
+pub struct Kernels {
+    driver: &'static Driver,
+    device: i32,
+    functions: HashMap<&'static str, Function>,
+}
+
+/// The kernels for tensors like these, if all are contiguous, of one type that the kernels know, on one GPU, and made
+/// of whole vectors along their last axis.
+///
+/// The first call for a device and a type compiles; a failure is warned of once.
+pub fn of(tensors: &[&Tensor]) -> Option<Arc<Kernels>> {
+    let first = tensors[0];
+    let Device::Cuda(device) = first.device() else { return None };
+    let alike = |x: &&Tensor| {
+        let whole = x.size().last().is_some_and(|last| last % VECTOR == 0);
+        x.kind() == first.kind() && x.device() == first.device() && whole && x.is_contiguous() && is_aligned(x)
+    };
+    if !matches!(first.kind(), Kind::BFloat16 | Kind::Float) || first.numel() == 0 || !tensors.iter().all(alike) {
+        return None;
+    }
+    type Built = HashMap<(usize, Kind), Option<Arc<Kernels>>>;
+    static BUILT: OnceLock<Mutex<Built>> = OnceLock::new();
+    let mut built = BUILT.get_or_init(Mutex::default).lock().unwrap_or_else(PoisonError::into_inner);
+    let kernels = built.entry((device, first.kind())).or_insert_with(|| match Kernels::build(device, first.kind()) {
+        Ok(kernels) => Some(Arc::new(kernels)),
+        Err(problem) => {
+            tracing::warn!(
+                "the GPU's own kernels are not used, expected them to compile, found: {problem}; \
+                 hint: training goes on with libtorch's operations, right but much slower"
+            );
+            None
+        }
+    });
+    kernels.clone()
+}
+
+fn is_aligned(x: &Tensor) -> bool {
+    (x.data_ptr() as usize).is_multiple_of(16)
+}
+
+fn driver() -> Result<&'static Driver, String> {
+    static DRIVER: OnceLock<Result<Driver, String>> = OnceLock::new();
+    DRIVER.get_or_init(Driver::open).as_ref().map_err(Clone::clone)
+}
+
+impl Kernels {
+    fn build(device: usize, kind: Kind) -> Result<Self, String> {
+        let (driver, device) = (driver()?, device as i32);
+        driver.enter(device)?;
+        let options: &[&str] = if kind == Kind::BFloat16 { &["-DELEMENT_BF16"] } else { &[] };
+        let functions = driver.build(SOURCE, options, device, &NAMES)?;
+        Ok(Self { driver, device, functions: NAMES.into_iter().zip(functions).collect() })
+    }
+
+    fn launch(&self, name: &str, blocks: u64, threads: u32, arguments: &[Argument]) {
+        thread_local! {
+            static ENTERED: std::cell::Cell<Option<i32>> = const { std::cell::Cell::new(None) };
+        }
+        let enter = || match ENTERED.get() == Some(self.device) {
+            true => Ok(()),
+            false => self.driver.enter(self.device).map(|()| ENTERED.set(Some(self.device))),
+        };
+        let launched = enter().and_then(|()| {
+            let blocks = u32::try_from(blocks).map_err(|_| format!("{blocks} blocks are too many"))?;
+            // SAFETY: the functions below give each kernel what it declares, over tensors that `of` has looked at.
+            unsafe { self.driver.launch(self.functions[name], blocks, threads, arguments) }
+        });
+        launched.unwrap_or_else(|problem| panic!("{name}: {problem}"));
+    }
+
+    /// See `ops::rms_norm`: the output and 1 / rms of each row.
+    pub fn rms_norm_forward(&self, x: &Tensor, eps: f64) -> (Tensor, Tensor) {
+        let (rows, vectors) = rows(x);
+        let (y, inverse_rms) = (x.empty_like(), Tensor::empty([rows], (Kind::Float, x.device())));
+        let split = RowSplit::new(rows, vectors);
+        let arguments = [
+            pointer(x),
+            pointer(&y),
+            pointer(&inverse_rms),
+            Argument::Long(rows),
+            Argument::Int(vectors),
+            Argument::Int(split.width),
+            Argument::Float(eps as f32),
+        ];
+        self.launch("rms_norm_forward", split.blocks, THREADS, &arguments);
+        (y, inverse_rms)
+    }
+
+    /// Gradient of `ops::rms_norm`, from its output.
+    pub fn rms_norm_backward(&self, y: &Tensor, inverse_rms: &Tensor, grad: &Tensor) -> Tensor {
+        let (rows, vectors) = rows(y);
+        let dx = y.empty_like();
+        let split = RowSplit::new(rows, vectors);
+        let arguments = [
+            pointer(y),
+            pointer(inverse_rms),
+            pointer(grad),
+            pointer(&dx),
+            Argument::Long(rows),
+            Argument::Int(vectors),
+            Argument::Int(split.width),
+        ];
+        self.launch("rms_norm_backward", split.blocks, THREADS, &arguments);
+        dx
+    }
+
+    /// See `ops::rotary_rms_norm`: the output and 1 / rms of each head.
+    ///
+    /// `x` `[b, t, h, d]`, `cos` and `sin` `[t, d / 2]`.
+    pub fn rotary_rms_norm_forward(&self, x: &Tensor, cos: &Tensor, sin: &Tensor, eps: f64) -> (Tensor, Tensor) {
+        let (rows, vectors) = rows(x);
+        let (y, inverse_rms) = (x.empty_like(), Tensor::empty([rows], (Kind::Float, x.device())));
+        let split = RowSplit::new(rows, vectors / 2);
+        let (heads, times) = heads_and_times(x);
+        let arguments = [
+            pointer(x),
+            pointer(cos),
+            pointer(sin),
+            pointer(&y),
+            pointer(&inverse_rms),
+            Argument::Long(rows),
+            heads,
+            times,
+            Argument::Int(vectors / 2),
+            Argument::Int(split.width),
+            Argument::Float(eps as f32),
+        ];
+        self.launch("rotary_rms_norm_forward", split.blocks, THREADS, &arguments);
+        (y, inverse_rms)
+    }
+
+    /// Gradient of `ops::rotary_rms_norm`, from its output.
+    pub fn rotary_rms_norm_backward(
+        &self,
+        y: &Tensor,
+        inverse_rms: &Tensor,
+        grad: &Tensor,
+        cos: &Tensor,
+        sin: &Tensor,
+    ) -> Tensor {
+        let (rows, vectors) = rows(y);
+        let dx = y.empty_like();
+        let split = RowSplit::new(rows, vectors / 2);
+        let (heads, times) = heads_and_times(y);
+        let arguments = [
+            pointer(y),
+            pointer(inverse_rms),
+            pointer(grad),
+            pointer(cos),
+            pointer(sin),
+            pointer(&dx),
+            Argument::Long(rows),
+            heads,
+            times,
+            Argument::Int(vectors / 2),
+            Argument::Int(split.width),
+        ];
+        self.launch("rotary_rms_norm_backward", split.blocks, THREADS, &arguments);
+        dx
+    }
+
+    /// See `ops::mix`; the scales are float32.
+    pub fn mix_forward(&self, x: &Tensor, x_scale: &Tensor, y: &Tensor, y_scale: &Tensor) -> Tensor {
+        let out = x.empty_like();
+        let arguments =
+            [pointer(x), pointer(x_scale), pointer(y), pointer(y_scale), pointer(&out), Argument::Long(vectors(x))];
+        self.launch("mix_forward", blocks(vectors(x)), THREADS, &arguments);
+        out
+    }
+
+    /// Gradients of `ops::mix`; those of the scales are float32.
+    pub fn mix_backward(
+        &self,
+        x: &Tensor,
+        x_scale: &Tensor,
+        y: &Tensor,
+        y_scale: &Tensor,
+        grad: &Tensor,
+    ) -> [Tensor; 4] {
+        let (dx, dy) = (x.empty_like(), y.empty_like());
+        let used = blocks(vectors(x)).min(SUMMING_BLOCKS.into());
+        let partial = Tensor::empty([used as i64, 2], (Kind::Float, x.device()));
+        let arguments = [
+            pointer(x),
+            pointer(x_scale),
+            pointer(y),
+            pointer(y_scale),
+            pointer(grad),
+            pointer(&dx),
+            pointer(&dy),
+            pointer(&partial),
+            Argument::Long(vectors(x)),
+        ];
+        self.launch("mix_backward", used, THREADS, &arguments);
+        let sums = partial.sum_dim_intlist(0i64, false, Kind::Float);
+        [dx, sums.narrow_copy(0, 0, 1), dy, sums.narrow_copy(0, 1, 1)]
+    }
+
+    /// See `ops::squared_relu`.
+    pub fn squared_relu_forward(&self, x: &Tensor) -> Tensor {
+        let out = x.empty_like();
+        let arguments = [pointer(x), pointer(&out), Argument::Long(vectors(x))];
+        self.launch("squared_relu_forward", blocks(vectors(x)), THREADS, &arguments);
+        out
+    }
+
+    /// Gradient of `ops::squared_relu`, from its output.
+    pub fn squared_relu_backward(&self, out: &Tensor, grad: &Tensor) -> Tensor {
+        let dx = out.empty_like();
+        let arguments = [pointer(out), pointer(grad), pointer(&dx), Argument::Long(vectors(out))];
+        self.launch("squared_relu_backward", blocks(vectors(out)), THREADS, &arguments);
+        dx
+    }
+
+    /// The loss of each row of `logits` `[rows, v]` after softcapping; the gradient of the sum of losses times `scale`
+    /// with respect to the logits takes their place.
+    pub fn softcap_cross_entropy(&self, logits: &Tensor, targets: &Tensor, cap: f64, scale: f64) -> Tensor {
+        let (rows, vectors) = rows(logits);
+        let losses = Tensor::empty([rows], (Kind::Float, logits.device()));
+        let arguments = [
+            pointer(logits),
+            pointer(targets),
+            pointer(&losses),
+            Argument::Int(vectors),
+            Argument::Float(cap as f32),
+            Argument::Float(scale as f32),
+        ];
+        self.launch("softcap_cross_entropy", rows as u64, THREADS, &arguments);
+        losses
+    }
+}
+
+/// How the threads of a block share rows.
+struct RowSplit {
+    /// Threads of one row: a power of two up to 32.
+    width: i32,
+    blocks: u64,
+}
+
+impl RowSplit {
+    fn new(rows: i64, vectors: i32) -> Self {
+        let width = (vectors as u32).next_power_of_two().min(32);
+        Self { width: width as i32, blocks: (rows as u64).div_ceil((THREADS / width).into()) }
+    }
+}
+
+fn pointer(x: &Tensor) -> Argument {
+    Argument::Pointer(x.data_ptr())
+}
+
+/// Rows and vectors in one of them.
+fn rows(x: &Tensor) -> (i64, i32) {
+    let last = x.size().last().copied().unwrap_or(1);
+    (x.numel() as i64 / last, (last / VECTOR) as i32)
+}
+
+fn vectors(x: &Tensor) -> i64 {
+    x.numel() as i64 / VECTOR
+}
+
+fn blocks(vectors: i64) -> u64 {
+    (vectors as u64).div_ceil(THREADS.into())
+}
+
+fn heads_and_times(x: &Tensor) -> (Argument, Argument) {
+    let size = x.size();
+    (Argument::Int(size[2] as i32), Argument::Int(size[1] as i32))
+}
