@@ -47,6 +47,8 @@ mod libtorch {
         if let Some(part) = link::gpu_part(&lib) {
             println!("cargo::rustc-cfg=libtorch_gpu=\"{}\"", part.name);
         }
+        // For tests, which look for the compilers of kernels beside it.
+        println!("cargo::rustc-env=LIBTORCH_LIBRARIES={}", lib.display());
         for argument in link::arguments(&lib)? {
             println!("cargo::rustc-link-arg={argument}");
         }

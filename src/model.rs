@@ -9,7 +9,7 @@ use crate::parameters::{Parameter, parameters};
 use anyhow::{Result, bail, ensure};
 use burn::module::{Module, Param};
 use burn::tensor::module::embedding;
-use burn::tensor::{DType, Device, Distribution, FloatDType, Int, Tensor, TensorData, activation};
+use burn::tensor::{DType, Device, Distribution, FloatDType, Int, Tensor, TensorData};
 use chacha20::ChaCha8Rng;
 use rand::SeedableRng;
 use serde::{Deserialize, Serialize};
@@ -238,7 +238,7 @@ impl Attention {
         let mut v = heads(self.c_v.forward(x.clone())); // [b, t, g, d]
         if let (Some(gate), Some(embedding)) = (&self.ve_gate, value_embedding) {
             let gate = gate.forward(x.slice([0..b, 0..t, 0..GATE_CHANNELS])); // [b, t, g]
-            v = v + (activation::sigmoid(gate) * 2.0).unsqueeze_dim(3) * heads(embedding);
+            v = ops::gated_add(v, gate, heads(embedding));
         }
         let q = ops::rotary_rms_norm(q, context.cos.clone(), context.sin.clone());
         let k = ops::rotary_rms_norm(k, context.cos.clone(), context.sin.clone());

@@ -3,6 +3,7 @@
 use crate::data::loader::Loader;
 use crate::eval::input_and_targets;
 use crate::model::{Gpt, Hyperparameters};
+use crate::ops;
 use crate::optim::{MuonAdamW, Schedule};
 use crate::parameters::{in_compute_type, take_gradients};
 use anyhow::{Context, Result, bail};
@@ -176,6 +177,7 @@ impl Training<'_> {
     pub fn run(self, mut report: impl FnMut(&StepReport) -> Result<()>) -> Result<Outcome> {
         let Self { mut model, optimizer, rows, hyperparameters, plan, limit, device, compute_type, clock } = self;
         let autodiff = device.clone().autodiff();
+        let mut working = in_compute_type(&model, compute_type);
         let mut charged = Duration::ZERO;
         let mut charged_steps = 0;
         let mut smoothed = 0.0;
@@ -203,7 +205,6 @@ impl Training<'_> {
                 dropped_percent = batch.dropped_percent;
                 micro_batches.push(input_and_targets(&batch.rows, batch.row_length, &autodiff));
             }
-            let working = in_compute_type(&model, compute_type);
             for (input, targets) in micro_batches {
                 let loss = working.loss(input, targets) / plan.micro_batches as f64;
                 let micro_gradients = take_gradients(&working, &mut loss.backward());
@@ -220,8 +221,9 @@ impl Training<'_> {
                 muon_momentum: hyperparameters.muon_momentum(step),
                 weight_decay: hyperparameters.weight_decay(progress),
             };
-            drop(working);
             model = optimizer.step(model, gradients, schedule);
+            // Before the loss is waited for, so that the device has something to do.
+            working = in_compute_type(&model, compute_type);
             let loss = losses.context("a step has at least one forward pass")?.into_scalar::<f32>() as f64;
             if !loss.is_finite() || loss > LARGEST_LOSS {
                 bail!(Diverged(format!(
@@ -277,10 +279,10 @@ impl Training<'_> {
 /// Adds up in float32, whatever type the parts have.
 fn accumulate(total: &mut BTreeMap<String, Tensor<1>>, part: BTreeMap<String, Tensor<1>>) {
     for (name, gradient) in part {
-        let gradient = if gradient.dtype() == DType::F32 { gradient } else { gradient.cast(DType::F32) };
         let sum = match total.remove(&name) {
-            None => gradient,
-            Some(sum) => sum + gradient,
+            None if gradient.dtype() == DType::F32 => gradient,
+            None => gradient.cast(DType::F32),
+            Some(sum) => ops::accumulate(sum, gradient),
         };
         total.insert(name, sum);
     }

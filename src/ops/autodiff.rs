@@ -125,6 +125,29 @@ impl<B: Kernels, C: CheckpointStrategy> FusedOps for Autodiff<B, C> {
         }
     }
 
+    fn gated_add(x: FloatTensor<Self>, gate: FloatTensor<Self>, y: FloatTensor<Self>) -> FloatTensor<Self> {
+        #[derive(Debug)]
+        struct GatedAdd;
+        impl<B: Kernels> Backward<B, 3> for GatedAdd {
+            type State = [FloatTensor<B>; 2];
+            fn backward(self, ops: Ops<Self::State, 3>, grads: &mut Gradients, _: &mut Checkpointer) {
+                let [gate, y] = ops.state;
+                let grad = grads.consume::<B>(&ops.node);
+                let [dgate, dy] = B::gated_add_backward(gate, y, grad.clone());
+                for (parent, gradient) in ops.parents.into_iter().zip([grad, dgate, dy]) {
+                    if let Some(node) = parent {
+                        grads.register::<B>(node.id, gradient);
+                    }
+                }
+            }
+        }
+        let ((x, nx), (gate, ng), (y, ny)) = (x.into_parts(), gate.into_parts(), y.into_parts());
+        match GatedAdd.prepare::<C>([nx, ng, ny]).compute_bound().stateful() {
+            OpsKind::Tracked(prep) => prep.finish([gate.clone(), y.clone()], B::gated_add(x, gate, y)),
+            OpsKind::UnTracked(prep) => prep.finish(B::gated_add(x, gate, y)),
+        }
+    }
+
     fn squared_relu(x: FloatTensor<Self>) -> FloatTensor<Self> {
         #[derive(Debug)]
         struct SquaredRelu;

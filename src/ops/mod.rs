@@ -56,6 +56,11 @@ pub trait FusedOps: Backend {
         portable::mix::<Self>(x, x_scale, y, y_scale)
     }
 
+    /// See [`gated_add`].
+    fn gated_add(x: FloatTensor<Self>, gate: FloatTensor<Self>, y: FloatTensor<Self>) -> FloatTensor<Self> {
+        portable::gated_add::<Self>(x, gate, y)
+    }
+
     /// See [`squared_relu`].
     fn squared_relu(x: FloatTensor<Self>) -> FloatTensor<Self> {
         portable::squared_relu::<Self>(x)
@@ -89,6 +94,11 @@ pub trait FusedOps: Backend {
     /// See [`cross_entropy`].
     fn cross_entropy(logits: FloatTensor<Self>, targets: IntTensor<Self>) -> FloatTensor<Self> {
         portable::cross_entropy::<Self>(logits, targets)
+    }
+
+    /// See [`accumulate`].
+    fn accumulate(total: FloatTensor<Self>, part: FloatTensor<Self>) -> FloatTensor<Self> {
+        portable::accumulate::<Self>(total, part)
     }
 
     /// See [`newton_schulz`].
@@ -131,6 +141,15 @@ pub trait Kernels: FusedOps {
     /// Gradients of [`mix`] with respect to its four operands.
     fn mix_backward(saved: MixState<Self>, grad: FloatTensor<Self>) -> [FloatTensor<Self>; 4] {
         portable::mix_backward::<Self>(saved, grad)
+    }
+
+    /// Gradients of [`gated_add`] with respect to `gate` and `y`; that of `x` is `grad`.
+    fn gated_add_backward(
+        gate: FloatTensor<Self>,
+        y: FloatTensor<Self>,
+        grad: FloatTensor<Self>,
+    ) -> [FloatTensor<Self>; 2] {
+        portable::gated_add_backward::<Self>(gate, y, grad)
     }
 
     /// Gradient of [`squared_relu`] with respect to its input, from its output: 2·√out·grad.
@@ -287,6 +306,20 @@ pub fn mix<const D: usize>(x: Tensor<D>, x_scale: Tensor<1>, y: Tensor<D>, y_sca
     ))
 }
 
+/// x + 2·sigmoid(gate)·y, with one gate a head: open by a half each way where the gate is zero.
+///
+/// # Shapes
+/// `x` and `y` `[b, t, g, d]`, `gate` `[b, t, g]`, to `[b, t, g, d]`.
+///
+/// # Panics
+/// If the shapes differ from these.
+pub fn gated_add(x: Tensor<4>, gate: Tensor<3>, y: Tensor<4>) -> Tensor<4> {
+    let [b, t, g, _] = x.dims();
+    assert_eq!(x.dims(), y.dims(), "gated_add: x and y must have one shape");
+    assert_eq!(gate.dims(), [b, t, g], "gated_add: expected one gate a head");
+    Tensor::from_dispatch(Dispatch::gated_add(x.into_dispatch(), gate.into_dispatch(), y.into_dispatch()))
+}
+
 /// max(x, 0)², element by element. Source: So et al. 2021, "Primer".
 pub fn squared_relu<const D: usize>(x: Tensor<D>) -> Tensor<D> {
     Tensor::from_dispatch(Dispatch::squared_relu(x.into_dispatch()))
@@ -347,6 +380,18 @@ pub fn cross_entropy(logits: Tensor<2>, targets: Tensor<1, Int>) -> Tensor<1> {
     let [n, _] = logits.dims();
     assert_eq!(targets.dims(), [n], "cross_entropy: one target a row");
     Tensor::from_dispatch(Dispatch::cross_entropy(logits.into_dispatch(), targets.into_dispatch()))
+}
+
+/// total + part in the type of `total`, whatever that of `part`. For gradients: its backward is not fused.
+///
+/// # Shapes
+/// `total` and `part` alike.
+///
+/// # Panics
+/// If the shapes differ.
+pub fn accumulate<const D: usize>(total: Tensor<D>, part: Tensor<D>) -> Tensor<D> {
+    assert_eq!(total.dims(), part.dims(), "accumulate: total and part must have one shape");
+    Tensor::from_dispatch(Dispatch::accumulate(total.into_dispatch(), part.into_dispatch()))
 }
 
 /// Newton-Schulz iterations x ← a·x + (b·G + c·G²)·x with G = x·xᵀ, or the like from the right where x is taller than

@@ -98,6 +98,33 @@ pub(super) fn mix_backward<B: Backend>(saved: MixState<B>, grad: FloatTensor<B>)
     [scale_by::<B>(grad.clone(), x_scale), dx_scale, scale_by::<B>(grad.clone(), y_scale), dy_scale]
 }
 
+/// 2·sigmoid(gate) `[b, t, g]`, as a column `[b, t, g, 1]`.
+fn gate_column<B: Backend>(gate: FloatTensor<B>) -> FloatTensor<B> {
+    let mut shape = gate.shape();
+    shape.push(1);
+    B::float_reshape(B::float_mul_scalar(B::sigmoid(gate), 2f64.into()), shape)
+}
+
+pub(super) fn gated_add<B: Backend>(x: FloatTensor<B>, gate: FloatTensor<B>, y: FloatTensor<B>) -> FloatTensor<B> {
+    B::float_add(x, B::float_mul(y, gate_column::<B>(gate)))
+}
+
+/// With s = sigmoid(gate): the gate's is 2·s·(1 − s)·Σ grad·y, that of y is 2·s·grad.
+pub(super) fn gated_add_backward<B: Backend>(
+    gate: FloatTensor<B>,
+    y: FloatTensor<B>,
+    grad: FloatTensor<B>,
+) -> [FloatTensor<B>; 2] {
+    let (dtype, shape) = (gate.dtype(), gate.shape());
+    let column = gate_column::<B>(gate); // 2·s
+    let sum = B::float_sum_dim(to_f32::<B>(B::float_mul(grad.clone(), y)), 3);
+    let wide = to_f32::<B>(column.clone());
+    let slope =
+        B::float_mul(wide.clone(), B::float_add_scalar(B::float_mul_scalar(wide, (-0.5f64).into()), 1f64.into()));
+    let dgate = B::float_reshape(to_dtype::<B>(B::float_mul(sum, slope), dtype), shape);
+    [dgate, B::float_mul(grad, column)]
+}
+
 pub(super) fn squared_relu<B: Backend>(x: FloatTensor<B>) -> FloatTensor<B> {
     let positive = B::float_clamp_min(x, 0f64.into());
     B::float_mul(positive.clone(), positive)
@@ -372,6 +399,11 @@ pub(super) fn cross_entropy<B: Backend>(logits: FloatTensor<B>, targets: IntTens
     let sum = B::float_sum_dim(B::float_exp(B::float_sub(logits, max.clone())), 1);
     let losses = B::float_sub(B::float_add(max, B::float_log(sum)), target);
     B::float_reshape(losses, Shape::from(vec![n]))
+}
+
+pub(super) fn accumulate<B: Backend>(total: FloatTensor<B>, part: FloatTensor<B>) -> FloatTensor<B> {
+    let dtype = total.dtype();
+    B::float_add(total, to_dtype::<B>(part, dtype))
 }
 
 pub(super) fn newton_schulz<B: Backend>(x: FloatTensor<B>, coefficients: Vec<(f64, f64, f64)>) -> FloatTensor<B> {

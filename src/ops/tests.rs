@@ -93,6 +93,16 @@ fn squared_relu_agrees_with_its_formula() {
 }
 
 #[test]
+fn gated_add_agrees_with_its_formula() {
+    let gate = |x: Tensor<4>| x.slice([0..2, 0..3, 0..4, 0..1]).reshape([2, 3, 4]);
+    agree(
+        [[2, 3, 4, 5]; 3],
+        |[x, g, y]| gated_add(x, gate(g), y),
+        |[x, g, y]| x + activation::sigmoid(gate(g)).reshape([2, 3, 4, 1]) * 2.0 * y,
+    );
+}
+
+#[test]
 fn project_agrees_with_matmul() {
     agree([[9, 5], [4, 5]], |[x, w]| project(x, w), |[x, w]| x.matmul(w.transpose()));
 }

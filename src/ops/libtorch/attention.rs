@@ -6,6 +6,7 @@
 //! and log-sum-exp for either part (Dao et al. 2022, "FlashAttention": they enter as they are).
 
 use super::super::portable;
+use super::kernels;
 use burn::backend::LibTorch;
 use burn_tch::TchTensor;
 use std::collections::HashMap;
@@ -205,10 +206,40 @@ fn blocks(x: &Tensor, window: i64) -> Tensor {
 }
 
 /// The blocks `[b, n, w, h, d]` that look back (all but the first), or those that are looked at (all but the last), with
-/// time reversed: `[b · (n − 1), w, h, d]`.
-fn reversed(blocks: &Tensor, first: i64) -> Tensor {
-    let size = blocks.size();
-    blocks.narrow(1, first, size[1] - 1).flip([2]).view([-1, size[2], size[3], size[4]])
+/// time reversed: `[b, n − 1, w, h, d]`.
+fn reversed(blocks: &Tensor, first: i32) -> Tensor {
+    match kernels::of(&[blocks]) {
+        Some(kernels) => kernels.reverse_blocks(blocks, first),
+        None => blocks.narrow(1, first.into(), blocks.size()[1] - 1).flip([2]),
+    }
+}
+
+/// Adds the gradient of [`reversed`] to that of its blocks.
+fn add_reversed(blocks: &Tensor, reversed: &Tensor, first: i32) {
+    match kernels::of(&[blocks, reversed]) {
+        Some(kernels) => kernels.add_reversed_blocks(blocks, reversed, first),
+        None => {
+            let mut place = blocks.narrow(1, first.into(), blocks.size()[1] - 1);
+            place += reversed.flip([2]);
+        }
+    }
+}
+
+/// Merges attention to the block before into `out` `[b, n, w, h, d]`; gives the log-sum-exp `[b, h, n · w]`.
+///
+/// `before` `[b, n − 1, w, h, d]` and its log-sum-exp `[b, n − 1, h, w]` are time reversed, `own_sums` are `[b, n, h, w]`.
+fn merge(out: &Tensor, before: &Tensor, own_sums: &Tensor, before_sums: &Tensor) -> Tensor {
+    if let Some(kernels) = kernels::of(&[out, before]) {
+        return kernels.merge_blocks(out, before, own_sums, before_sums);
+    }
+    let size = out.size();
+    let (mut own, mut sums) = (out.narrow(1, 1, size[1] - 1), own_sums.narrow(1, 1, size[1] - 1));
+    let (before, before_sums) = (before.flip([2]), before_sums.flip([3]));
+    let merged = sums.logaddexp(&before_sums);
+    let share = (before_sums - &merged).exp().transpose(2, 3).unsqueeze(-1); // [b, n - 1, w, h, 1]
+    own.copy_(&(&own + (before - &own).to_kind(Kind::Float) * share));
+    sums.copy_(&merged);
+    own_sums.transpose(1, 2).reshape([size[0], size[3], size[1] * size[2]])
 }
 
 /// `[b · n, w, h, d]` of `[b, n, w, h, d]`.
@@ -226,57 +257,43 @@ fn sum_blocks(log_sum_exp: &Tensor, window: i64) -> Tensor {
 }
 
 fn forward_in_blocks(kernel: Kernel, operands: &Operands, window: i64) -> Result<(Tensor, Tensor), String> {
-    let size = operands[0].size();
-    let (b, t, h, d) = (size[0], size[1], size[2], size[3]);
+    let t = operands[0].size()[1];
     let [q, k, v] = operands.each_ref().map(|x| blocks(x, window));
-    let n = q.size()[1];
-    let (out, sums) = kernel.forward(&[as_batch(&q), as_batch(&k), as_batch(&v)], None)?;
-    let (out, sums) = (out.contiguous().view([b, n, window, h, d]), sums.contiguous().view([b, n, h, window]));
-    let before = [reversed(&q, 1), reversed(&k, 0), reversed(&v, 0)];
-    let (out_before, sums_before) = kernel.forward(&before, None)?;
-    let out_before = out_before.contiguous().view([b, n - 1, window, h, d]).flip([2]);
-    let sums_before = sums_before.contiguous().view([b, n - 1, h, window]).flip([3]);
-    let (mut own, mut own_sums) = (out.narrow(1, 1, n - 1), sums.narrow(1, 1, n - 1));
-    let merged = own_sums.logaddexp(&sums_before);
-    let share = (sums_before - &merged).exp().transpose(2, 3).unsqueeze(-1); // [b, n - 1, w, h, 1]
-    let kind = own.kind();
-    own.copy_(&(&own + (out_before - &own).to_kind(Kind::Float) * share).to_kind(kind));
-    own_sums.copy_(&merged);
+    let size = q.size();
+    let (b, n, h, d) = (size[0], size[1], size[3], size[4]);
+    let (out, own_sums) = kernel.forward(&[as_batch(&q), as_batch(&k), as_batch(&v)], None)?;
+    let (out, own_sums) = (out.contiguous().view(size.as_slice()), own_sums.contiguous().view([b, n, h, window]));
+    let before = [reversed(&q, 1), reversed(&k, 0), reversed(&v, 0)].map(|x| as_batch(&x));
+    let (before, before_sums) = kernel.forward(&before, None)?;
+    let before = before.contiguous().view([b, n - 1, window, h, d]);
+    let before_sums = before_sums.contiguous().view([b, n - 1, h, window]);
+    let sums = merge(&out, &before, &own_sums, &before_sums);
     let out = out.view([b, n * window, h, d]).narrow(1, 0, t).contiguous();
-    let sums = sums.transpose(1, 2).reshape([b, h, n * window]).narrow(2, 0, t).contiguous();
-    Ok((out, sums))
+    Ok((out, sums.narrow(2, 0, t).contiguous()))
 }
 
 fn backward_in_blocks(kernel: Kernel, state: &State, grad: &Tensor, window: i64) -> Result<Operands, String> {
-    let size = grad.size();
-    let (b, t, h, d) = (size[0], size[1], size[2], size[3]);
+    let t = grad.size()[1];
     let [q, k, v] = state.operands.each_ref().map(|x| blocks(x, window));
     let [out, grad] = [&state.out, grad].map(|x| blocks(x, window));
     let sums = sum_blocks(&state.log_sum_exp, window); // [b, n, h, w]
-    let n = q.size()[1];
-    let own = State {
-        operands: [as_batch(&q), as_batch(&k), as_batch(&v)],
-        out: as_batch(&out),
-        log_sum_exp: sums.view([-1, h, window]),
-    };
+    let size = q.size();
+    let (b, n, h, d) = (size[0], size[1], size[3], size[4]);
+    let own =
+        State { operands: [&q, &k, &v].map(as_batch), out: as_batch(&out), log_sum_exp: sums.view([-1, h, window]) };
     let gradients = kernel.backward(&own, &as_batch(&grad), None)?;
     let before = State {
-        operands: [reversed(&q, 1), reversed(&k, 0), reversed(&v, 0)],
-        out: reversed(&out, 1),
+        operands: [reversed(&q, 1), reversed(&k, 0), reversed(&v, 0)].map(|x| as_batch(&x)),
+        out: as_batch(&reversed(&out, 1)),
         log_sum_exp: sums.narrow(1, 1, n - 1).flip([3]).view([-1, h, window]),
     };
-    let gradients_before = kernel.backward(&before, &reversed(&grad, 1), None)?;
-    let mut firsts = [1, 0, 0].into_iter();
-    let mut parts = gradients_before.into_iter();
-    Ok(gradients.map(|gradient| {
-        let (first, part) = (firsts.next().unwrap_or(0), parts.next());
-        let gradient = gradient.contiguous().view([b, n, window, h, d]);
-        if let Some(part) = part {
-            let part = part.contiguous().view([b, n - 1, window, h, d]).flip([2]);
-            let _ = gradient.narrow(1, first, n - 1).g_add_(&part);
-        }
-        gradient.view([b, n * window, h, d]).narrow(1, 0, t).contiguous()
-    }))
+    let gradients_before = kernel.backward(&before, &as_batch(&reversed(&grad, 1)), None)?;
+    let gradients = gradients.map(|gradient| gradient.contiguous().view(size.as_slice()));
+    // Queries look back, keys and values are looked at.
+    for ((gradient, part), first) in gradients.iter().zip(gradients_before).zip([1, 0, 0]) {
+        add_reversed(gradient, &part.contiguous().view([b, n - 1, window, h, d]), first);
+    }
+    Ok(gradients.map(|gradient| gradient.view([b, n * window, h, d]).narrow(1, 0, t).contiguous()))
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -444,7 +461,7 @@ impl Call {
     }
 }
 
-fn relative_error(found: &Tensor, expected: &Tensor) -> f64 {
+pub fn relative_error(found: &Tensor, expected: &Tensor) -> f64 {
     let difference = (found.to_kind(Kind::Float) - expected).norm();
     (difference / expected.norm()).double_value(&[])
 }

@@ -6,6 +6,7 @@
 use libloading::Library;
 use std::ffi::{CString, c_char, c_int, c_uint, c_void};
 use std::ptr::null_mut;
+use std::sync::Arc;
 
 /// What a call gives that went well, for every function here.
 const SUCCESS: c_int = 0;
@@ -40,6 +41,18 @@ type Launch = unsafe extern "C" fn(
     *mut *mut c_void,
 ) -> c_int;
 
+/// A maker's run-time compiler.
+pub struct Compiler {
+    create: Create,
+    compile: Compile,
+    code_size: Size,
+    code: Bytes,
+    log_size: Size,
+    log: Bytes,
+    /// They stay loaded as long as their functions are here.
+    _libraries: Arc<[Library]>,
+}
+
 /// How a thread is told which device its launches go to.
 enum Context {
     Cuda {
@@ -54,18 +67,12 @@ enum Context {
 
 /// The functions of one maker.
 pub struct Driver {
-    create: Create,
-    compile: Compile,
-    code_size: Size,
-    code: Bytes,
-    log_size: Size,
-    log: Bytes,
+    compiler: Compiler,
     load_module: LoadModule,
     get_function: GetFunction,
     launch: Launch,
     context: Context,
-    /// They stay loaded as long as their functions are here.
-    _libraries: Vec<Library>,
+    _libraries: Arc<[Library]>,
 }
 
 /// A kernel that is loaded on a device.
@@ -98,6 +105,74 @@ impl Argument {
     }
 }
 
+impl Compiler {
+    /// NVRTC or, with the prefix `hiprtc`, HIPRTC; `code` is what they call a compiled program.
+    fn find(libraries: &Arc<[Library]>, prefix: &str, code: &str) -> Result<Self, String> {
+        let name = |function: &str| format!("{prefix}{function}");
+        // SAFETY: the signatures are those of "NVRTC" and "HIP runtime compilation", which are alike.
+        unsafe {
+            Ok(Self {
+                create: symbol(libraries, &name("CreateProgram"))?,
+                compile: symbol(libraries, &name("CompileProgram"))?,
+                code_size: symbol(libraries, &name(&format!("Get{code}Size")))?,
+                code: symbol(libraries, &name(&format!("Get{code}")))?,
+                log_size: symbol(libraries, &name("GetProgramLogSize"))?,
+                log: symbol(libraries, &name("GetProgramLog"))?,
+                _libraries: libraries.clone(),
+            })
+        }
+    }
+
+    /// NVIDIA's compiler in `libraries`.
+    ///
+    /// # Errors
+    /// If functions are missing.
+    pub fn cuda(libraries: &Arc<[Library]>) -> Result<Self, String> {
+        Self::find(libraries, "nvrtc", "CUBIN")
+    }
+
+    /// AMD's compiler in `libraries`.
+    ///
+    /// # Errors
+    /// If functions are missing.
+    pub fn hip(libraries: &Arc<[Library]>) -> Result<Self, String> {
+        Self::find(libraries, "hiprtc", "Code")
+    }
+
+    /// `source` as a program for the GPU that `options` name.
+    ///
+    /// # Errors
+    /// The compiler's log.
+    pub fn compile(&self, source: &str, options: &[CString]) -> Result<Vec<u8>, String> {
+        let options: Vec<*const c_char> = options.iter().map(|option| option.as_ptr()).collect();
+        let (source, file) = (c_string(source)?, c"kernels.cu");
+        let mut program = null_mut();
+        // SAFETY: all strings end with a zero and outlive the calls; buffers have the sizes that the compiler asked for.
+        unsafe {
+            let none = std::ptr::null();
+            let created = (self.create)(&mut program, source.as_ptr(), file.as_ptr(), 0, none, none);
+            check("create program", created)?;
+            if (self.compile)(program, options.len() as c_int, options.as_ptr()) != SUCCESS {
+                let log = self.output(program, self.log_size, self.log)?;
+                return Err(format!("the kernels do not compile: {}", String::from_utf8_lossy(&log)));
+            }
+            self.output(program, self.code_size, self.code)
+        }
+    }
+
+    /// # Safety
+    /// `program` must be one of this compiler's.
+    unsafe fn output(&self, program: Handle, size: Size, bytes: Bytes) -> Result<Vec<u8>, String> {
+        let mut length = 0;
+        // SAFETY: the caller's.
+        check("size of the compiler's output", unsafe { size(program, &mut length) })?;
+        let mut output = vec![0u8; length];
+        // SAFETY: the buffer has the size that was asked for.
+        check("the compiler's output", unsafe { bytes(program, output.as_mut_ptr().cast()) })?;
+        Ok(output)
+    }
+}
+
 impl Driver {
     /// The functions of the maker whose GPUs this libtorch computes on.
     ///
@@ -110,15 +185,10 @@ impl Driver {
     fn cuda() -> Result<Self, String> {
         // libtorch's own door to both libraries: it knows where its NVRTC lies.
         let libraries = libraries(&["libcaffe2_nvrtc.so", "libcuda.so.1"])?;
-        // SAFETY: the signatures are those of "NVRTC" and "CUDA Driver API".
+        // SAFETY: the signatures are those of "CUDA Driver API".
         unsafe {
             Ok(Self {
-                create: symbol(&libraries, "nvrtcCreateProgram")?,
-                compile: symbol(&libraries, "nvrtcCompileProgram")?,
-                code_size: symbol(&libraries, "nvrtcGetCUBINSize")?,
-                code: symbol(&libraries, "nvrtcGetCUBIN")?,
-                log_size: symbol(&libraries, "nvrtcGetProgramLogSize")?,
-                log: symbol(&libraries, "nvrtcGetProgramLog")?,
+                compiler: Compiler::cuda(&libraries)?,
                 load_module: symbol(&libraries, "cuModuleLoadData")?,
                 get_function: symbol(&libraries, "cuModuleGetFunction")?,
                 launch: symbol(&libraries, "cuLaunchKernel")?,
@@ -135,15 +205,10 @@ impl Driver {
     fn hip() -> Result<Self, String> {
         // The program links libtorch's HIP part, and that HIP itself; the compiler may be a library of its own.
         let libraries = libraries(&["", "libcaffe2_nvrtc.so", "libamdhip64.so", "libhiprtc.so"])?;
-        // SAFETY: the signatures are those of "HIP runtime compilation" and "HIP runtime API".
+        // SAFETY: the signatures are those of "HIP runtime API".
         unsafe {
             Ok(Self {
-                create: symbol(&libraries, "hiprtcCreateProgram")?,
-                compile: symbol(&libraries, "hiprtcCompileProgram")?,
-                code_size: symbol(&libraries, "hiprtcGetCodeSize")?,
-                code: symbol(&libraries, "hiprtcGetCode")?,
-                log_size: symbol(&libraries, "hiprtcGetProgramLogSize")?,
-                log: symbol(&libraries, "hiprtcGetProgramLog")?,
+                compiler: Compiler::hip(&libraries)?,
                 load_module: symbol(&libraries, "hipModuleLoadData")?,
                 get_function: symbol(&libraries, "hipModuleGetFunction")?,
                 launch: symbol(&libraries, "hipModuleLaunchKernel")?,
@@ -184,19 +249,10 @@ impl Driver {
     ) -> Result<Vec<Function>, String> {
         let mut options: Vec<CString> = options.iter().map(|option| c_string(option)).collect::<Result<_, _>>()?;
         options.extend(self.architecture(device)?);
-        let options: Vec<*const c_char> = options.iter().map(|option| option.as_ptr()).collect();
-        let (source, file) = (c_string(source)?, c"kernels.cu");
-        let mut program = null_mut();
-        // SAFETY: all strings end with a zero and outlive the calls; buffers have the sizes that the compiler asked for.
+        let code = self.compiler.compile(source, &options)?;
+        let mut module = null_mut();
+        // SAFETY: the code is the compiler's, out-pointers are valid and the names end with a zero.
         unsafe {
-            let none = std::ptr::null();
-            check("create program", (self.create)(&mut program, source.as_ptr(), file.as_ptr(), 0, none, none))?;
-            if (self.compile)(program, options.len() as c_int, options.as_ptr()) != SUCCESS {
-                let log = self.text(program, self.log_size, self.log)?;
-                return Err(format!("the kernels do not compile: {}", String::from_utf8_lossy(&log)));
-            }
-            let code = self.text(program, self.code_size, self.code)?;
-            let mut module = null_mut();
             check("load module", (self.load_module)(&mut module, code.as_ptr().cast()))?;
             names
                 .iter()
@@ -218,16 +274,6 @@ impl Driver {
             check("cuDeviceGetAttribute", unsafe { attribute(value, number, device) })?;
         }
         c_string(&format!("--gpu-architecture=sm_{}{}", capability[0], capability[1])).map(Some)
-    }
-
-    unsafe fn text(&self, program: Handle, size: Size, bytes: Bytes) -> Result<Vec<u8>, String> {
-        let mut length = 0;
-        // SAFETY: the caller's.
-        check("size of the compiler's output", unsafe { size(program, &mut length) })?;
-        let mut text = vec![0u8; length];
-        // SAFETY: the buffer has the size that was asked for.
-        check("the compiler's output", unsafe { bytes(program, text.as_mut_ptr().cast()) })?;
-        Ok(text)
     }
 
     /// Starts `function` on the default stream, where libtorch computes too.
@@ -253,7 +299,7 @@ impl Driver {
 }
 
 /// The libraries among `names` that can be loaded; an empty name is the program itself.
-fn libraries(names: &[&str]) -> Result<Vec<Library>, String> {
+fn libraries(names: &[&str]) -> Result<Arc<[Library]>, String> {
     let mut reasons = Vec::new();
     let mut found = Vec::new();
     for name in names {
@@ -267,7 +313,7 @@ fn libraries(names: &[&str]) -> Result<Vec<Library>, String> {
             Err(error) => reasons.push(error.to_string()),
         }
     }
-    if found.is_empty() { Err(reasons.join("; ")) } else { Ok(found) }
+    if found.is_empty() { Err(reasons.join("; ")) } else { Ok(found.into()) }
 }
 
 /// The function `name` of the first of `libraries`, or of what they depend on, that has it.
@@ -284,6 +330,6 @@ fn check(what: &str, status: c_int) -> Result<(), String> {
     if status == SUCCESS { Ok(()) } else { Err(format!("{what}: the GPU's driver answers {status}")) }
 }
 
-fn c_string(text: &str) -> Result<CString, String> {
+pub fn c_string(text: &str) -> Result<CString, String> {
     CString::new(text).map_err(|error| error.to_string())
 }

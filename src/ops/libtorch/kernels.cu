@@ -23,6 +23,9 @@ __device__ inline unsigned int rounded(float value) {
 }
 __device__ inline unsigned int packed(float low, float high) { return rounded(low) | (rounded(high) << 16); }
 
+__device__ inline float load_one(const Element* base, Long index) { return __uint_as_float((unsigned int)base[index] << 16); }
+__device__ inline void store_one(Element* base, Long index, float value) { base[index] = (Element)rounded(value); }
+
 __device__ inline Eight load(const Element* base, Long vector) {
     uint4 words = ((const uint4*)base)[vector];
     Eight out = {{low_half(words.x), high_half(words.x), low_half(words.y), high_half(words.y),
@@ -42,6 +45,9 @@ __device__ inline float exponential(float x) { return __expf(x); }
 __device__ inline float tangens_hyperbolicus(float x) { return 1.0f - __fdividef(2.0f, 1.0f + __expf(2.0f * x)); }
 #else
 typedef float Element;
+
+__device__ inline float load_one(const Element* base, Long index) { return base[index]; }
+__device__ inline void store_one(Element* base, Long index, float value) { base[index] = value; }
 
 __device__ inline Eight load(const Element* base, Long vector) {
     float4 a = ((const float4*)base)[2 * vector], b = ((const float4*)base)[2 * vector + 1];
@@ -193,6 +199,37 @@ extern "C" __global__ void rotary_rms_norm_backward(const Element* y, const floa
     }
 }
 
+__device__ inline float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
+
+// Rows [b · t · heads] with a gate each: out = x + 2 · sigmoid(gate) · y.
+extern "C" __global__ void gated_add_forward(const Element* x, const Element* gate, const Element* y, Element* out, Long rows,
+                                             int vectors, int width) {
+    Row row = my_row(rows, width);
+    if (!row.live) return;
+    float factor = 2.0f * sigmoid(load_one(gate, row.index));
+    for (int i = row.lane; i < vectors; i += width) {
+        Eight a = load(x, row.index * vectors + i), b = load(y, row.index * vectors + i);
+        for (int j = 0; j < 8; j++) a.v[j] += factor * b.v[j];
+        store(out, row.index * vectors + i, a);
+    }
+}
+
+extern "C" __global__ void gated_add_backward(const Element* gate, const Element* y, const Element* grad, Element* dgate,
+                                              Element* dy, Long rows, int vectors, int width) {
+    Row row = my_row(rows, width);
+    float open = sigmoid(load_one(gate, row.index)), sum = 0.0f;
+    for (int i = row.lane; i < vectors; i += width) {
+        Eight b = load(y, row.index * vectors + i), g = load(grad, row.index * vectors + i);
+        for (int j = 0; j < 8; j++) {
+            sum += g.v[j] * b.v[j];
+            g.v[j] *= 2.0f * open;
+        }
+        if (row.live) store(dy, row.index * vectors + i, g);
+    }
+    sum = group_sum(sum, width);
+    if (row.live && row.lane == 0) store_one(dgate, row.index, 2.0f * open * (1.0f - open) * sum);
+}
+
 // ---- Element by element --------------------------------------------------------------------------------------------
 
 __device__ inline Long my_vector() { return (Long)blockIdx.x * blockDim.x + threadIdx.x; }
@@ -248,29 +285,132 @@ extern "C" __global__ void squared_relu_backward(const Element* out, const Eleme
 
 // ---- The loss: one block a row of logits ---------------------------------------------------------------------------
 
+// Vectors of a row that a thread keeps between its two passes over them; of a longer row it computes the rest twice.
+#define KEPT 2
+
+struct Capped {
+    Eight squashed, exponential;
+};
+
+__device__ inline Capped capped(const Element* logits, Long vector, float cap) {
+    Eight z = load(logits, vector);
+    Capped out;
+    float inverse = 1.0f / cap;
+    for (int j = 0; j < 8; j++) {
+        out.squashed.v[j] = tangens_hyperbolicus(z.v[j] * inverse);
+        // |u| ≤ cap: no maximum has to be taken out for the sum to stay in range.
+        out.exponential.v[j] = exponential(cap * out.squashed.v[j]);
+    }
+    return out;
+}
+
+__device__ inline float sum_of(const Eight& x) {
+    float sum = 0.0f;
+    for (int j = 0; j < 8; j++) sum += x.v[j];
+    return sum;
+}
+
+// The gradient of `scale` times the row's loss with respect to eight logits; `hit`: which of them is the target, if any.
+__device__ inline void store_gradient(Element* logits, Long vector, const Capped& x, float inverse_sum, Long hit, float scale) {
+    Eight gradient;
+    for (int j = 0; j < 8; j++) {
+        float probability = x.exponential.v[j] * inverse_sum;
+        float slope = 1.0f - x.squashed.v[j] * x.squashed.v[j];
+        gradient.v[j] = (probability - (j == hit ? 1.0f : 0.0f)) * slope * scale;
+    }
+    store(logits, vector, gradient);
+}
+
 // losses[row] = ln Σ exp(u) − u[target] with u = cap · tanh(logits / cap). The logits' gradient times `scale` replaces them.
 extern "C" __global__ void softcap_cross_entropy(Element* logits, const Long* targets, float* losses, int vectors,
                                                  float cap, float scale) {
     Long start = (Long)blockIdx.x * vectors, target = targets[blockIdx.x];
-    float inverse = 1.0f / cap, sum = 0.0f;
-    for (int i = threadIdx.x; i < vectors; i += blockDim.x) {
-        Eight z = load(logits, start + i);
-        // |u| ≤ cap: no maximum has to be taken out for the sum to stay in range.
-        for (int j = 0; j < 8; j++) sum += exponential(cap * tangens_hyperbolicus(z.v[j] * inverse));
+    Capped kept[KEPT];
+    float sum = 0.0f;
+#pragma unroll
+    for (int k = 0; k < KEPT; k++) {
+        int i = threadIdx.x + k * blockDim.x;
+        if (i < vectors) {
+            kept[k] = capped(logits, start + i, cap);
+            sum += sum_of(kept[k].exponential);
+        }
+    }
+    for (int i = threadIdx.x + KEPT * blockDim.x; i < vectors; i += blockDim.x)
+        sum += sum_of(capped(logits, start + i, cap).exponential);
+    // The target's logit is read before it is overwritten: block_sum waits for all threads.
+    if (threadIdx.x == 0) {
+        bool known = target >= 0 && target < 8ll * vectors;
+        // A target that is no token leaves a loss that is no number.
+        losses[blockIdx.x] = known ? capped(logits, start + target / 8, cap).squashed.v[target % 8] : 0.0f / 0.0f;
     }
     sum = block_sum(sum);
+    if (threadIdx.x == 0) losses[blockIdx.x] = logf(sum) - cap * losses[blockIdx.x];
     float inverse_sum = 1.0f / sum;
-    // A target that is no token leaves a loss that is no number.
-    if (threadIdx.x == 0 && (target < 0 || target >= 8ll * vectors)) losses[blockIdx.x] = __uint_as_float(0x7fffffffu);
-    for (int i = threadIdx.x; i < vectors; i += blockDim.x) {
-        Eight z = load(logits, start + i);
-        for (int j = 0; j < 8; j++) {
-            float squashed = tangens_hyperbolicus(z.v[j] * inverse), u = cap * squashed;
-            bool hit = 8ll * i + j == target;
-            if (hit) losses[blockIdx.x] = logf(sum) - u;
-            float probability = exponential(u) * inverse_sum;
-            z.v[j] = (probability - (hit ? 1.0f : 0.0f)) * (1.0f - squashed * squashed) * scale;
-        }
-        store(logits, start + i, z);
+#pragma unroll
+    for (int k = 0; k < KEPT; k++) {
+        int i = threadIdx.x + k * blockDim.x;
+        if (i < vectors) store_gradient(logits, start + i, kept[k], inverse_sum, target - 8ll * i, scale);
     }
+    for (int i = threadIdx.x + KEPT * blockDim.x; i < vectors; i += blockDim.x)
+        store_gradient(logits, start + i, capped(logits, start + i, cap), inverse_sum, target - 8ll * i, scale);
+}
+
+// ---- Attention in blocks of `window` tokens: [b, n, window, h · d] in `row` vectors a token --------------------------
+// The blocks before the last (`first` 0) or after the first (`first` 1) with time reversed are [b, n - 1, window, h · d].
+
+struct Place {
+    Long vector;  // in [b, n, window, row]
+    bool live;
+};
+
+// Where vector `i` of the reversed blocks comes from.
+__device__ inline Place place_of_reversed(Long i, Long vectors, int row, int window, int n, int first) {
+    Place place;
+    place.live = i < vectors;
+    Long token = i / row, within = i % row;
+    Long block = token / window % (n - 1) + first, batch = token / window / (n - 1);
+    place.vector = ((batch * n + block) * window + (window - 1 - token % window)) * row + within;
+    return place;
+}
+
+extern "C" __global__ void reverse_blocks(const Element* blocks, Element* reversed, Long vectors, int row, int window, int n,
+                                          int first) {
+    Long i = my_vector();
+    Place place = place_of_reversed(i, vectors, row, window, n, first);
+    if (place.live) store(reversed, i, load(blocks, place.vector));
+}
+
+extern "C" __global__ void add_reversed_blocks(Element* blocks, const Element* reversed, Long vectors, int row, int window,
+                                               int n, int first) {
+    Long i = my_vector();
+    Place place = place_of_reversed(i, vectors, row, window, n, first);
+    if (!place.live) return;
+    Eight sum = load(blocks, place.vector), part = load(reversed, i);
+    for (int j = 0; j < 8; j++) sum.v[j] += part.v[j];
+    store(blocks, place.vector, sum);
+}
+
+// out [b, n, window, h, d]: each query's attention to its own block, to which that to the block before is added.
+// before [b, n - 1, window, h, d], time reversed. Log-sum-exps own_sums [b, n, h, window], before_sums [b, n - 1, h, window],
+// time reversed; merged_sums [b, h, n · window].
+extern "C" __global__ void merge_blocks(Element* out, const Element* before, const float* own_sums, const float* before_sums,
+                                        float* merged_sums, Long vectors, int heads, int head, int window, int n) {
+    Long i = my_vector();
+    if (i >= vectors) return;
+    Long token = i / (heads * head);
+    int h = i / head % heads, time = token % window, block = token / window % n;
+    Long batch = token / window / n;
+    float own = own_sums[((batch * n + block) * heads + h) * window + time], merged = own;
+    if (block > 0) {
+        Long source = (batch * (n - 1) + block - 1) * heads + h;
+        float other = before_sums[source * window + (window - 1 - time)];
+        float largest = fmaxf(own, other);
+        merged = largest + logf(expf(own - largest) + expf(other - largest));
+        float share = expf(other - merged);
+        Long place = ((batch * (n - 1) + block - 1) * window + (window - 1 - time)) * heads * head + i % (heads * head);
+        Eight a = load(out, i), b = load(before, place);
+        for (int j = 0; j < 8; j++) a.v[j] += share * (b.v[j] - a.v[j]);
+        store(out, i, a);
+    }
+    if (i % head == 0) merged_sums[(batch * heads + h) * n * window + block * window + time] = merged;
 }

@@ -8,23 +8,30 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use tch::{Device, Kind, Tensor};
 
-const SOURCE: &str = include_str!("kernels.cu");
+pub const SOURCE: &str = include_str!("kernels.cu");
 /// Elements that a thread reads and writes at once.
 const VECTOR: i64 = 8;
 const THREADS: u32 = 256;
+/// Threads of a row of logits: with the vectors that each keeps, a usual vocabulary is read once.
+const LOGIT_THREADS: u32 = 512;
 /// Blocks of a kernel that sums over all elements: enough to fill any GPU, few enough to add up.
 const SUMMING_BLOCKS: u32 = 1024;
 
-const NAMES: [&str; 9] = [
+pub const NAMES: [&str; 14] = [
     "rms_norm_forward",
     "rms_norm_backward",
     "rotary_rms_norm_forward",
     "rotary_rms_norm_backward",
+    "gated_add_forward",
+    "gated_add_backward",
     "mix_forward",
     "mix_backward",
     "squared_relu_forward",
     "squared_relu_backward",
     "softcap_cross_entropy",
+    "reverse_blocks",
+    "add_reversed_blocks",
+    "merge_blocks",
 ];
 
 /// The kernels for one device and element type.
@@ -189,6 +196,43 @@ impl Kernels {
         dx
     }
 
+    /// See `ops::gated_add`.
+    pub fn gated_add_forward(&self, x: &Tensor, gate: &Tensor, y: &Tensor) -> Tensor {
+        let out = x.empty_like();
+        let (rows, vectors) = rows(x);
+        let split = RowSplit::new(rows, vectors);
+        let arguments = [
+            pointer(x),
+            pointer(gate),
+            pointer(y),
+            pointer(&out),
+            Argument::Long(rows),
+            Argument::Int(vectors),
+            Argument::Int(split.width),
+        ];
+        self.launch("gated_add_forward", split.blocks, THREADS, &arguments);
+        out
+    }
+
+    /// Gradients of `ops::gated_add` with respect to `gate` and `y`.
+    pub fn gated_add_backward(&self, gate: &Tensor, y: &Tensor, grad: &Tensor) -> [Tensor; 2] {
+        let (dgate, dy) = (gate.empty_like(), y.empty_like());
+        let (rows, vectors) = rows(y);
+        let split = RowSplit::new(rows, vectors);
+        let arguments = [
+            pointer(gate),
+            pointer(y),
+            pointer(grad),
+            pointer(&dgate),
+            pointer(&dy),
+            Argument::Long(rows),
+            Argument::Int(vectors),
+            Argument::Int(split.width),
+        ];
+        self.launch("gated_add_backward", split.blocks, THREADS, &arguments);
+        [dgate, dy]
+    }
+
     /// See `ops::mix`; the scales are float32.
     pub fn mix_forward(&self, x: &Tensor, x_scale: &Tensor, y: &Tensor, y_scale: &Tensor) -> Tensor {
         let out = x.empty_like();
@@ -255,9 +299,61 @@ impl Kernels {
             Argument::Float(cap as f32),
             Argument::Float(scale as f32),
         ];
-        self.launch("softcap_cross_entropy", rows as u64, THREADS, &arguments);
+        self.launch("softcap_cross_entropy", rows as u64, LOGIT_THREADS, &arguments);
         losses
     }
+
+    /// The blocks of `blocks` `[b, n, window, h, d]` from the `first` on, all but one, time reversed: `[b, n − 1, window, h, d]`.
+    pub fn reverse_blocks(&self, blocks: &Tensor, first: i32) -> Tensor {
+        let size = blocks.size();
+        let reversed =
+            blocks.new_empty([size[0], size[1] - 1, size[2], size[3], size[4]], (blocks.kind(), blocks.device()));
+        let arguments = [&[pointer(blocks), pointer(&reversed)], &reversed_arguments(&reversed, first)[..]].concat();
+        self.launch("reverse_blocks", self::blocks(vectors(&reversed)), THREADS, &arguments);
+        reversed
+    }
+
+    /// Adds `reversed` `[b, n − 1, window, h, d]` to where [`Kernels::reverse_blocks`] takes it from.
+    pub fn add_reversed_blocks(&self, blocks: &Tensor, reversed: &Tensor, first: i32) {
+        let arguments = [&[pointer(blocks), pointer(reversed)], &reversed_arguments(reversed, first)[..]].concat();
+        self.launch("add_reversed_blocks", self::blocks(vectors(reversed)), THREADS, &arguments);
+    }
+
+    /// Merges attention to the block before into `out` `[b, n, window, h, d]`; gives the log-sum-exp `[b, h, n · window]`.
+    ///
+    /// `before` `[b, n − 1, window, h, d]` and `before_sums` `[b, n − 1, h, window]` are time reversed; `own_sums`
+    /// `[b, n, h, window]`.
+    pub fn merge_blocks(&self, out: &Tensor, before: &Tensor, own_sums: &Tensor, before_sums: &Tensor) -> Tensor {
+        let size = out.size();
+        let (b, n, window, h, d) = (size[0], size[1], size[2], size[3], size[4]);
+        let merged = Tensor::empty([b, h, n * window], (Kind::Float, out.device()));
+        let arguments = [
+            pointer(out),
+            pointer(before),
+            pointer(own_sums),
+            pointer(before_sums),
+            pointer(&merged),
+            Argument::Long(vectors(out)),
+            Argument::Int(h as i32),
+            Argument::Int((d / VECTOR) as i32),
+            Argument::Int(window as i32),
+            Argument::Int(n as i32),
+        ];
+        self.launch("merge_blocks", self::blocks(vectors(out)), THREADS, &arguments);
+        merged
+    }
+}
+
+fn reversed_arguments(reversed: &Tensor, first: i32) -> [Argument; 5] {
+    let size = reversed.size();
+    let (n, window, row) = (size[1] + 1, size[2], size[3] * size[4] / VECTOR);
+    [
+        Argument::Long(vectors(reversed)),
+        Argument::Int(row as i32),
+        Argument::Int(window as i32),
+        Argument::Int(n as i32),
+        Argument::Int(first),
+    ]
 }
 
 /// How the threads of a block share rows.

@@ -4,6 +4,8 @@
 pub mod attention;
 mod driver;
 mod kernels;
+#[cfg(test)]
+mod tests;
 
 use super::{AttentionState, FusedOps, Kernels, MixState, portable};
 use burn::backend::LibTorch;
@@ -48,6 +50,14 @@ impl FusedOps for LibTorch {
         }
     }
 
+    fn gated_add(x: TchTensor, gate: TchTensor, y: TchTensor) -> TchTensor {
+        let [plain_x, plain_gate, plain_y] = [&x, &gate, &y].map(|x| x.tensor.contiguous());
+        match kernels::of(&[&plain_x, &plain_y]).filter(|_| plain_gate.kind() == plain_x.kind()) {
+            Some(kernels) => TchTensor::new(kernels.gated_add_forward(&plain_x, &plain_gate, &plain_y)),
+            None => portable::gated_add::<Self>(x, gate, y),
+        }
+    }
+
     fn squared_relu(x: TchTensor) -> TchTensor {
         let plain = x.tensor.contiguous();
         match kernels::of(&[&plain]) {
@@ -58,6 +68,12 @@ impl FusedOps for LibTorch {
 
     fn causal_attention(q: TchTensor, k: TchTensor, v: TchTensor, window: usize) -> TchTensor {
         Self::attention_forward(q, k, v, window).0
+    }
+
+    fn accumulate(mut total: TchTensor, part: TchTensor) -> TchTensor {
+        // libtorch casts on the way.
+        let in_place = total.mut_ops(|total| total.g_add_(&part.tensor));
+        in_place.unwrap_or_else(|| TchTensor::new((&total.tensor + &part.tensor).to_kind(total.tensor.kind())))
     }
 
     fn newton_schulz(x: TchTensor, coefficients: Vec<(f64, f64, f64)>) -> TchTensor {
@@ -135,6 +151,14 @@ impl Kernels for LibTorch {
                 [dx, dx_scale.to_kind(kinds[0]), dy, dy_scale.to_kind(kinds[1])].map(TchTensor::new)
             }
             None => portable::mix_backward::<Self>(saved, grad),
+        }
+    }
+
+    fn gated_add_backward(gate: TchTensor, y: TchTensor, grad: TchTensor) -> [TchTensor; 2] {
+        let [plain_gate, plain_y, plain_grad] = [&gate, &y, &grad].map(|x| x.tensor.contiguous());
+        match kernels::of(&[&plain_y, &plain_grad]).filter(|_| plain_gate.kind() == plain_y.kind()) {
+            Some(kernels) => kernels.gated_add_backward(&plain_gate, &plain_y, &plain_grad).map(TchTensor::new),
+            None => portable::gated_add_backward::<Self>(gate, y, grad),
         }
     }
 
