@@ -82,10 +82,13 @@ pub fn train(conditions: &Conditions) -> Result<PathBuf> {
     let plan = BatchPlan::new(&hyperparameters, config.sequence_len)?;
     let sizes = hyperparameters.architecture(config.sequence_len, config.vocab_size)?;
     let prepared = Prepared::open(&config.dataset, conditions.cache_dir.as_deref(), Some(config.vocab_size))?;
+    tracing::debug!("device and data set found after {:.2?}", started.elapsed());
+    // First, so that its threads fill their buffers meanwhile.
+    let mut rows = training_rows(&prepared, &plan, config.sequence_len)?;
     let model = Gpt::new(&sizes, compute.compute_type, config.seed, &compute.device.clone().autodiff());
     let groups = hyperparameters.parameter_groups(&model);
     let mut optimizer = MuonAdamW::new(&model, &groups, compute.compute_type)?;
-    let mut rows = training_rows(&prepared, &plan, config.sequence_len)?;
+    tracing::debug!("model and optimizer made after {:.2?}", started.elapsed());
     // Not only after hours of training.
     require_validation_row(&prepared, config.sequence_len)?;
 
@@ -101,6 +104,7 @@ pub fn train(conditions: &Conditions) -> Result<PathBuf> {
     };
     let mut folder = RunFolder::create(&conditions.runs_dir, &resolved)?;
     prepared.tokenizer().save(folder.path())?;
+    tracing::debug!("ready to train after {:.2?}", started.elapsed());
     let hyperparameters = &resolved.hyperparameters;
     let flops_per_token = model.flops_per_token() as f64;
     let num_params: usize = model.parameter_counts().iter().map(|(_, count)| count).sum();

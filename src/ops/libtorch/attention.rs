@@ -370,6 +370,7 @@ impl Call {
     }
 
     fn choose(&self) -> (Option<Plan>, String) {
+        let start = Instant::now();
         let mut timed: Vec<(Plan, Duration)> = Vec::new();
         let what = format!("attention of {} heads of {}, context {}, window {}", self.h, self.d, self.t, self.window);
         for plan in self.candidates() {
@@ -379,6 +380,7 @@ impl Call {
             }
         }
         timed.sort_by_key(|&(_, time)| time);
+        tracing::debug!("{what}: chosen in {:.2?}", start.elapsed());
         let Some(&(fastest, _)) = timed.first() else {
             tracing::warn!(
                 "{what}: none of libtorch's fused kernels will do (--verbose says why); hint: training goes on with plain operations, right but much slower"

@@ -6,6 +6,7 @@
 use super::driver::{Argument, Driver, Function};
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::time::Instant;
 use tch::{Device, Kind, Tensor};
 
 pub const SOURCE: &str = include_str!("kernels.cu");
@@ -85,7 +86,9 @@ impl Kernels {
         let (driver, device) = (driver()?, device as i32);
         driver.enter(device)?;
         let options: &[&str] = if kind == Kind::BFloat16 { &["-DELEMENT_BF16"] } else { &[] };
+        let start = Instant::now();
         let functions = driver.build(SOURCE, options, device, &NAMES)?;
+        tracing::debug!("compiled the kernels for {kind:?} in {:.2?}", start.elapsed());
         Ok(Self { driver, device, functions: NAMES.into_iter().zip(functions).collect() })
     }
 
