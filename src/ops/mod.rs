@@ -15,7 +15,7 @@ mod tests;
 
 use burn::backend::tensor::{FloatTensor, IntTensor};
 use burn::backend::{Backend, Dispatch, backend_extension};
-use burn::tensor::{Device, Int, Tensor};
+use burn::tensor::{DType, Device, FloatDType, Int, Tensor};
 use std::fmt::Debug;
 
 /// The operations as burn's runtime dispatch sees them; each default body is the portable one.
@@ -94,6 +94,11 @@ pub trait FusedOps: Backend {
     /// See [`cross_entropy`].
     fn cross_entropy(logits: FloatTensor<Self>, targets: IntTensor<Self>) -> FloatTensor<Self> {
         portable::cross_entropy::<Self>(logits, targets)
+    }
+
+    /// See [`warm_up`]; `place` is some tensor on the device, and comes back.
+    fn warm_up(place: FloatTensor<Self>) -> FloatTensor<Self> {
+        place
     }
 
     /// See [`upload`]; `place` is some tensor on the device.
@@ -227,6 +232,12 @@ mod cube {
             portable::rms_norm_backward::<Self>(x, grad)
         }
     }
+}
+
+/// Starts, in the background, what takes a moment before the first operations on `device` in `compute_type`.
+pub fn warm_up(device: &Device, compute_type: FloatDType) {
+    let place = Tensor::<1>::empty([1], (device, DType::from(compute_type)));
+    drop(Tensor::<1>::from_dispatch(Dispatch::warm_up(place.into_dispatch())));
 }
 
 /// What was chosen so far where an operation can be computed in several ways, one line a choice.

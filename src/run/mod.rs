@@ -78,6 +78,7 @@ pub fn train(conditions: &Conditions) -> Result<PathBuf> {
     let Conditions { config, config_name, .. } = conditions;
     let compute = ComputeDevice::select(&config.device)?;
     let peak_flops = compute.peak_flops()?;
+    ops::warm_up(&compute.device, compute.compute_type);
     let hyperparameters = Hyperparameters::for_profile(config.profile);
     let plan = BatchPlan::new(&hyperparameters, config.sequence_len)?;
     let sizes = hyperparameters.architecture(config.sequence_len, config.vocab_size)?;

@@ -68,7 +68,22 @@ impl FusedOps for LibTorch {
     }
 
     fn causal_attention(q: TchTensor, k: TchTensor, v: TchTensor, window: usize) -> TchTensor {
-        Self::attention_forward(q, k, v, window).0
+        match attention::inference_plan(&q.tensor, &k.tensor, window) {
+            Some(plan) => TchTensor::new(attend(plan, &q, &k, &v, window).0),
+            None => portable::attention_forward::<Self>(q, k, v, window).0,
+        }
+    }
+
+    fn warm_up(place: TchTensor) -> TchTensor {
+        let sample = Tensor::zeros([16, 16], (place.tensor.kind(), place.tensor.device()));
+        let work = move || {
+            // Compiles the kernels, and has libtorch load its libraries for matrix products.
+            drop((kernels::of(&[&sample]), sample.mm(&sample)));
+        };
+        if let Err(error) = std::thread::Builder::new().spawn(work) {
+            tracing::debug!("nothing is warmed up: no thread can be started ({error})");
+        }
+        place
     }
 
     fn upload(place: TchTensor, numbers: Vec<i64>) -> TchTensor {
@@ -179,9 +194,7 @@ impl Kernels for LibTorch {
         let Some(plan) = attention::plan(&q.tensor, &k.tensor, window) else {
             return portable::attention_forward::<Self>(q, k, v, window);
         };
-        let (out, log_sum_exp) = plan
-            .forward(&q.tensor, &k.tensor, &v.tensor, window)
-            .unwrap_or_else(|problem| panic!("attention by {plan}: {problem}"));
+        let (out, log_sum_exp) = attend(plan, &q, &k, &v, window);
         (TchTensor::new(out), TchTensor::new(log_sum_exp))
     }
 
@@ -227,6 +240,11 @@ impl Kernels for LibTorch {
         let dweight = dweight.to_kind(weight.tensor.kind());
         (TchTensor::new(loss), [TchTensor::new(dhidden), TchTensor::new(dweight)])
     }
+}
+
+fn attend(plan: attention::Plan, q: &TchTensor, k: &TchTensor, v: &TchTensor, window: usize) -> (Tensor, Tensor) {
+    let outputs = plan.forward(&q.tensor, &k.tensor, &v.tensor, window);
+    outputs.unwrap_or_else(|problem| panic!("attention by {plan}: {problem}"))
 }
 
 fn output_state((y, inverse_rms): (Tensor, Tensor)) -> (TchTensor, RmsNormState) {
