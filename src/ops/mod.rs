@@ -26,6 +26,11 @@ use std::fmt::Debug;
     Autodiff
 )]
 pub trait FusedOps: Backend {
+    /// See [`embedding`].
+    fn embed(weight: FloatTensor<Self>, tokens: IntTensor<Self>) -> FloatTensor<Self> {
+        portable::embedding::<Self>(weight, tokens)
+    }
+
     /// See [`rms_norm`].
     fn rms_norm(x: FloatTensor<Self>) -> FloatTensor<Self> {
         portable::rms_norm::<Self>(x)
@@ -119,6 +124,15 @@ pub trait FusedOps: Backend {
 
 /// What a backend supplies for training: the hand-written backward of each operation.
 pub trait Kernels: FusedOps {
+    /// Gradient of [`embedding`] with respect to `weight`.
+    fn embed_backward(
+        weight: FloatTensor<Self>,
+        tokens: IntTensor<Self>,
+        grad: FloatTensor<Self>,
+    ) -> FloatTensor<Self> {
+        portable::embedding_backward::<Self>(weight, tokens, grad)
+    }
+
     /// What [`rms_norm`]'s forward pass leaves for its backward pass.
     type RmsNormState: Clone + Debug + Send + 'static;
 
@@ -246,6 +260,14 @@ pub fn choices() -> Vec<String> {
     return libtorch::attention::report();
     #[cfg(not(feature = "tch"))]
     Vec::new()
+}
+
+/// The row of `weight` for each token.
+///
+/// # Shapes
+/// `weight` `[v, c]`, `tokens` `[b, t]`, to `[b, t, c]`.
+pub fn embedding(weight: Tensor<2>, tokens: Tensor<2, Int>) -> Tensor<3> {
+    Tensor::from_dispatch(Dispatch::embed(weight.into_dispatch(), tokens.into_dispatch()))
 }
 
 /// Parameter-free root-mean-square normalisation over the last axis: x / sqrt(mean(x²) + ε), ε = machine epsilon of x's type.

@@ -35,6 +35,18 @@ pub(super) fn epsilon(dtype: DType) -> f64 {
     }
 }
 
+pub(super) fn embedding<B: Backend>(weight: FloatTensor<B>, tokens: IntTensor<B>) -> FloatTensor<B> {
+    B::embedding(weight, tokens)
+}
+
+pub(super) fn embedding_backward<B: Backend>(
+    weight: FloatTensor<B>,
+    tokens: IntTensor<B>,
+    grad: FloatTensor<B>,
+) -> FloatTensor<B> {
+    B::embedding_backward(weight, grad, tokens)
+}
+
 /// 1 / sqrt(mean(x²) + eps) over the last axis, which stays with size 1; `x` in float32.
 fn inverse_rms<B: Backend>(x: FloatTensor<B>, eps: f64) -> FloatTensor<B> {
     let last = x.shape().num_dims() - 1;

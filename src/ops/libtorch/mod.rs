@@ -6,6 +6,7 @@ mod driver;
 mod kernels;
 #[cfg(test)]
 mod tests;
+mod token_order;
 mod upload;
 
 use super::{AttentionState, FusedOps, Kernels, MixState, portable};
@@ -14,6 +15,7 @@ use burn::backend::TensorMetadata;
 use burn::backend::ops::FloatTensorOps;
 use burn_tch::TchTensor;
 use tch::{Kind, Tensor};
+use token_order::{TokenOrder, token_order};
 
 /// Rows whose logits exist at once, on a GPU: its matrix products want to be large.
 const ROW_CHUNK: i64 = 1 << 14;
@@ -116,6 +118,18 @@ impl FusedOps for LibTorch {
 
 impl Kernels for LibTorch {
     type RmsNormState = RmsNormState;
+
+    fn embed_backward(weight: TchTensor, tokens: TchTensor, grad: TchTensor) -> TchTensor {
+        let (v, c) = (weight.tensor.size()[0], weight.tensor.size()[1]);
+        let plain = grad.tensor.contiguous().view([-1, c]);
+        match kernels::of(&[&plain]).filter(|_| tokens.tensor.kind() == Kind::Int64) {
+            Some(kernels) => {
+                let TokenOrder { order, starts } = token_order(&tokens, v);
+                TchTensor::new(kernels.embedding_backward(&plain, &order, &starts, v))
+            }
+            None => portable::embedding_backward::<Self>(weight, tokens, grad),
+        }
+    }
 
     fn rms_norm_forward(x: TchTensor) -> (TchTensor, RmsNormState) {
         let plain = x.tensor.contiguous();
