@@ -123,6 +123,24 @@ fn gradients_of_embeddings_agree_with_the_portable_body() {
 }
 
 #[test]
+fn token_order_lists_the_places_of_each_token() {
+    for device in devices() {
+        let place = |values: &[i64]| Tensor::from_slice(values).to_device(device);
+        let tokens = TchTensor::new(place(&[3, 0, 3, 1, 3, 1]).view([2, 3]));
+        for v in [4, 6] {
+            let TokenOrder { order, starts } = token_order(&tokens, v);
+            assert_eq!(Vec::<i64>::try_from(order).unwrap(), [1, 3, 5, 0, 2, 4]);
+            assert_eq!(
+                Vec::<i64>::try_from(starts).unwrap(),
+                [&[0, 1, 3, 3, 6][..], &[6; 2][..v as usize - 4]].concat()
+            );
+        }
+        let others = TchTensor::new(place(&[1, 0]).view([2, 1]));
+        assert_eq!(Vec::<i64>::try_from(token_order(&others, 2).order).unwrap(), [1, 0]);
+    }
+}
+
+#[test]
 fn mix_agrees_with_the_portable_body() {
     for (device, kind, largest) in cases() {
         // The last: more than the summing blocks take in one round.

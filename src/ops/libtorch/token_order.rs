@@ -31,7 +31,7 @@ pub fn token_order(tokens: &TchTensor, v: i64) -> TokenOrder {
     let flat = tokens.tensor.reshape([-1]);
     let (sorted, order) = flat.sort_stable(true, 0, false);
     let ids = Tensor::arange(v + 1, (Kind::Int64, flat.device()));
-    let starts = sorted.searchsorted(&ids, false, false, "left", None::<Tensor>);
+    let starts = ids.searchsorted(&sorted, false, false, "left", None::<Tensor>);
     let made = TokenOrder { order, starts };
     *latest = Some((tokens.clone(), v, made.shallow_clone()));
     made
