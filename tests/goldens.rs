@@ -15,7 +15,7 @@ fn shipped() -> PathBuf {
 /// All comparisons and the cases that were left out.
 fn verify(folder: &Path, corpus: Option<PathBuf>) -> (Vec<Check>, Vec<String>) {
     let device = ComputeDevice::select("auto").unwrap().device;
-    let goldens = Goldens { folder: folder.to_path_buf(), corpus, device };
+    let goldens = Goldens { folder: folder.to_path_buf(), corpus, device, compute_type };
     let (mut checks, mut left_out) = (Vec::new(), Vec::new());
     let report = |finding| match finding {
         Finding::Compared(check) => checks.push(check),
