@@ -10,5 +10,7 @@ mod goldens;
 mod model;
 // The optimizer: update rules, groups, types.
 mod optimizer;
+// Types: what is kept and computed in bfloat16, what in float32.
+mod precision;
 // The training loop with a clock of its own.
 mod training;

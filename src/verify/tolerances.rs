@@ -81,7 +81,18 @@ const FLOAT32: Tolerances = Tolerances {
     bpb_between_batches: 1e-6,
 };
 
-/// bfloat16 against float32 goldens.
+/// bfloat16 against float32 goldens: about twice what PyTorch itself is off by in bfloat16.
+///
+/// bfloat16 has 8 significant bits, so each value is off by up to 4e-3. The independent implementation that the goldens
+/// are from, with embeddings, rotary tables, activations and products in bfloat16, was compared with itself in float32 on
+/// 23 random models of 1 to 6 layers (PyTorch 2.11 on a CPU, 2026-11-30). Largest differences: logits 1.2e-2, loss of
+/// each token 1.1e-3, loss 9e-5, gradients of matrices 2.5e-2, of scalars 6.5e-2, those that should be nought 4e-6; after
+/// the first optimizer step embeddings 7.5e-3, matrices 2.3e-4, all 9e-4. Muon: orthogonalised update 3e-2 to 0.13, step
+/// 3e-2 to 0.12, variance 0.19.
+///
+/// In the seven further steps of a trajectory on random tokens AdamW makes whole steps of the signs of small gradients:
+/// there PyTorch's losses were off by 2.2e-2, matrices by 9e-3, all parameters by 0.33, and scalars by 0.3. These
+/// tolerances find what is broken, not what is slightly wrong; that the first step and the single batch do.
 const BFLOAT16: Tolerances = Tolerances {
     logits: 2e-2,
     loss_per_token: 2e-3,
@@ -90,8 +101,8 @@ const BFLOAT16: Tolerances = Tolerances {
     scalar_gradient: 2e-1,
     vanishing_gradient: 5e-5,
     after_first_step: Drift { embedding: 2e-2, scalars: 1e-3, matrix: 5e-4, all: 2e-3 },
-    after_later_steps: Drift { embedding: 6e-1, scalars: 2e-1, matrix: 1e-2, all: 2e-1 },
-    trajectory_loss: 1e-2,
+    after_later_steps: Drift { embedding: 2e0, scalars: 2e0, matrix: 3e-2, all: 5e-1 },
+    trajectory_loss: 1e-1,
     muon_orthogonal: 2e-1,
     muon_parameters: 2e-1,
     muon_momentum: 1e-4,
