@@ -1,35 +1,71 @@
 //! With the feature `tch`: compiles the C++ that reaches what the `tch` crate does not bind, and links libtorch whole.
 
 fn main() {
-    println!("cargo:rerun-if-changed=build.rs");
-    println!("cargo:rustc-check-cfg=cfg(libtorch_gpu, values(\"cuda\", \"hip\"))");
+    println!("cargo::rerun-if-changed=build.rs");
+    // The kind of GPU that the linked libtorch computes on; not set if it has none.
+    println!("cargo::rustc-check-cfg=cfg(libtorch_gpu, values(\"hip\", \"cuda\"))");
     #[cfg(feature = "tch")]
-    libtorch::build();
+    if let Err(message) = libtorch::build() {
+        println!("cargo::error={message}");
+    }
 }
 
 #[cfg(feature = "tch")]
+#[path = "build/link.rs"]
+mod link;
+
+#[cfg(feature = "tch")]
 mod libtorch {
-    use std::path::PathBuf;
+    use super::link;
+    use std::path::{Path, PathBuf};
 
     /// C++ sources; each becomes part of the library.
-    const SOURCES: [&str; 1] = ["src/ops/libtorch/shim.cpp"];
+    const SOURCES: [&str; 2] = ["src/ops/libtorch/shim.cpp", "src/device/libtorch.cpp"];
 
-    pub fn build() {
+    pub fn build() -> Result<(), String> {
+        for name in ["LIBTORCH", "LIBTORCH_INCLUDE", "LIBTORCH_LIB"] {
+            println!("cargo::rerun-if-env-changed={name}");
+        }
+        println!("cargo::rerun-if-changed=build/link.rs");
+        let system = std::env::var("CARGO_CFG_TARGET_OS").unwrap_or_default();
         // Set by torch-sys: the folder that it found libtorch's libraries in.
-        let lib = PathBuf::from(std::env::var("DEP_TCH_LIBTORCH_LIB").expect("torch-sys names libtorch's folder"));
-        let root = lib.parent().expect("libtorch's libraries lie in a folder of it");
+        let lib = std::env::var_os("DEP_TCH_LIBTORCH_LIB").map(PathBuf::from);
+        let (Some(lib), "linux") = (lib, system.as_str()) else {
+            return Err(format!(
+                "feature 'tch': expected Linux, found '{system}'; hint: build without '--features tch', for the CPU"
+            ));
+        };
+        println!("cargo::rerun-if-changed={}", lib.display());
+        let root = match std::env::var_os("LIBTORCH_INCLUDE") {
+            Some(root) => PathBuf::from(root),
+            None => lib.parent().map(Path::to_path_buf).unwrap_or_default(),
+        };
+        let include = root.join("include");
+        link::check_layout(&lib, &include)?;
+
+        compile(&include);
+        if let Some(part) = link::gpu_part(&lib) {
+            println!("cargo::rustc-cfg=libtorch_gpu=\"{}\"", part.name);
+        }
+        // For tests, which look for the compilers of kernels beside it.
+        println!("cargo::rustc-env=LIBTORCH_LIBRARIES={}", lib.display());
+        for argument in link::arguments(&lib)? {
+            println!("cargo::rustc-link-arg={argument}");
+        }
+        Ok(())
+    }
+
+    fn compile(include: &Path) {
         for source in SOURCES {
-            println!("cargo:rerun-if-changed={source}");
+            println!("cargo::rerun-if-changed={source}");
         }
         cc::Build::new()
             .cpp(true)
             .std("c++17")
             .warnings(false)
-            .include(root.join("include"))
-            .include(root.join("include/torch/csrc/api/include"))
+            .include(include)
+            .include(include.join("torch/csrc/api/include"))
             .files(SOURCES)
             .compile("autoresearch_libtorch");
-        println!("cargo:rustc-env=LIBTORCH_LIBRARIES={}", lib.display());
-        println!("cargo:rustc-link-arg=-Wl,-rpath,{}", lib.display());
     }
 }

@@ -7,13 +7,16 @@ use autoresearch::data::loader::Loader;
 use autoresearch::data::packing::{Packing, Passes};
 use autoresearch::data::tales;
 use autoresearch::device::ComputeDevice;
+#[cfg(feature = "tch")]
+use autoresearch::device::environment;
 use autoresearch::eval::{ByteLengths, evaluate_bpb};
 use autoresearch::model::{Gpt, Hyperparameters};
+use autoresearch::ops;
 use autoresearch::optim::{MuonAdamW, orthogonalize};
 use autoresearch::tokenizer::{Tokenizer, TrainOptions};
 use autoresearch::train::{BatchPlan, Limit, MonotonicClock, Training};
 use burn::module::Module;
-use burn::tensor::{Distribution, Tensor};
+use burn::tensor::{DType, Distribution, Tensor};
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -21,6 +24,8 @@ const SEQUENCE_LEN: usize = 256;
 const VOCAB_SIZE: usize = 1024;
 
 fn main() -> anyhow::Result<()> {
+    #[cfg(feature = "tch")]
+    environment::correct(environment::is_amd())?;
     let compute = ComputeDevice::select("auto")?;
     println!("device: {}", compute.name);
     let stories: Vec<String> = (0..10_000).map(tales::train_document).collect();
@@ -72,6 +77,8 @@ fn main() -> anyhow::Result<()> {
         Ok(16.0)
     })?;
 
+    attention(&compute)?;
+
     let hyperparameters = Hyperparameters::for_profile(Profile::Cpu);
     let sizes = hyperparameters.architecture(SEQUENCE_LEN, VOCAB_SIZE)?;
     let autodiff = compute.device.clone().autodiff();
@@ -111,6 +118,30 @@ fn main() -> anyhow::Result<()> {
         assert!(evaluation.bpb().is_finite());
         Ok(evaluation.tokens as f64)
     })?;
+    Ok(())
+}
+
+/// Forward and backward of attention for windows of all of the context and less.
+fn attention(compute: &ComputeDevice) -> anyhow::Result<()> {
+    let (b, t, h, d) = if compute.is_cpu { (2, 512, 4, 64) } else { (16, 2048, 4, 128) };
+    let operand = || {
+        let x = Tensor::<4>::random([b, t, h, d], Distribution::Normal(0.0, 1.0), &compute.device);
+        Tensor::<4>::from_inner(x.cast(compute.compute_type)).require_grad()
+    };
+    let [q, k, v] = [operand(), operand(), operand()];
+    for window in [t, t / 2, t / 4, t / 8, t / 16] {
+        let run = || ops::causal_attention(q.clone(), k.clone(), v.clone(), window);
+        // The first query sees one key.
+        let difference = run().narrow(1, 0, 1) - v.clone().narrow(1, 0, 1);
+        assert!(difference.abs().max().cast(DType::F32).into_scalar::<f32>() < 0.05);
+        report(&format!("attention {b} x {t} x {h} x {d}, window {window}, backward too"), "tokens/s", 9, || {
+            let gradients = run().sum().backward();
+            assert!(q.grad(&gradients).is_some());
+            compute.device.sync().expect("the device answers");
+            Ok((b * t) as f64)
+        })?;
+    }
+    ops::choices().iter().for_each(|line| println!("{line}"));
     Ok(())
 }
 

@@ -6,13 +6,18 @@ use crate::data::manifest::Manifest;
 use crate::data::prepare::{DEFAULT_VOCAB_SIZE, PrepareOptions, prepare};
 use crate::device::{ComputeDevice, DEVICE_NAMES};
 use crate::output::say;
-use crate::run::{self, Conditions};
+use crate::run::{self, Conditions, Watchdog};
 use crate::sample::Sampling;
 use crate::verify::{self, Finding, Goldens};
 use anyhow::{Result, bail, ensure};
 use burn::tensor::FloatDType;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+/// Starting a GPU's driver takes seconds.
+const LONGEST_CHOICE: Duration = Duration::from_secs(120);
+const HUNG_DRIVER: &str = "a GPU's driver may hang, see the system's log (dmesg)";
 
 const CPU_CONFIG: &str = include_str!("../configs/cpu.toml");
 const HALO_CONFIG: &str = include_str!("../configs/halo.toml");
@@ -105,9 +110,13 @@ struct ConditionArgs {
     /// Token ids [default: the configuration's].
     #[arg(long, value_name = "N")]
     vocab_size: Option<usize>,
-    /// Training time in seconds [default: the configuration's].
+    /// Training time in seconds [default: the configuration's]. A longer one raises the kill limit in proportion.
     #[arg(long, value_name = "SECONDS")]
     time_budget: Option<f64>,
+    /// End the run if it takes longer than this from start to summary, in seconds [default: the configuration's; with
+    /// --steps, any time].
+    #[arg(long, value_name = "SECONDS")]
+    kill_limit: Option<f64>,
     /// Validation tokens to evaluate [default: the configuration's].
     #[arg(long, value_name = "N")]
     eval_tokens: Option<usize>,
@@ -126,9 +135,16 @@ impl ConditionArgs {
         replace(&mut config.device, &self.device);
         replace(&mut config.dataset, &self.dataset);
         replace(&mut config.vocab_size, &self.vocab_size);
+        config.kill_limit_seconds = self.kill_limit.or_else(|| self.raised_kill_limit(config));
         replace(&mut config.time_budget_seconds, &self.time_budget);
         replace(&mut config.eval_tokens, &self.eval_tokens);
         replace(&mut config.seed, &self.seed);
+    }
+
+    /// The limit of `config`, as many times longer as the budget that was asked for is longer than its own.
+    fn raised_kill_limit(&self, config: &Config) -> Option<f64> {
+        let longer = self.time_budget.map_or(1.0, |budget| (budget / config.time_budget_seconds).max(1.0));
+        config.kill_limit_seconds.map(|limit| limit * longer)
     }
 }
 
@@ -227,6 +243,7 @@ fn quickstart(cache_dir: Option<&Path>) -> Result<()> {
         ..PrepareOptions::default()
     };
     prepare(&options, |line| say(line))?;
+    let watchdog = watch(&config, Duration::ZERO);
     let run = run::train(&Conditions {
         config,
         config_name: "configs/cpu.toml".to_owned(),
@@ -234,6 +251,7 @@ fn quickstart(cache_dir: Option<&Path>) -> Result<()> {
         runs_dir: PathBuf::from("runs"),
         cache_dir: options.cache_dir,
     })?;
+    drop(watchdog);
     let prompt = "Once upon a time";
     say(format_args!("---\nA sample after \"{prompt}\":"));
     let text = run::sample(&run, None, prompt, &Sampling::default())?;
@@ -287,12 +305,30 @@ fn built_in_configuration(is_cpu: bool) -> Result<(Config, String)> {
 }
 
 fn train(args: TrainArgs) -> Result<()> {
+    let started = Instant::now();
+    // Without a file the device decides on the configuration: the limit that it sets is not known while the driver is asked.
+    let asking = Watchdog::start(
+        LONGEST_CHOICE,
+        format!("FAIL: choosing the device took longer than {LONGEST_CHOICE:?}; hint: {HUNG_DRIVER}"),
+    );
     let (mut config, config_name) = configuration(args.config.as_deref(), args.conditions.device.as_deref())?;
+    drop(asking);
+    let usual_limit = config.kill_limit_seconds;
     args.conditions.apply(&mut config);
+    if args.steps.is_some() && args.conditions.kill_limit.is_none() {
+        // As many steps as asked for, however long they take.
+        config.kill_limit_seconds = None;
+    }
     config.validate(&format!("{config_name} with the flags given"))?;
     if args.steps == Some(0) {
         bail!("--steps: expected at least 1, found 0; hint: leave it out to train for the time budget");
     }
+    if let (None, Some(usual), Some(limit)) = (args.conditions.kill_limit, usual_limit, config.kill_limit_seconds)
+        && limit > usual
+    {
+        say(format_args!("kill limit: raised from {usual} to {limit} s, in proportion to --time-budget"));
+    }
+    let _watchdog = watch(&config, started.elapsed());
     run::train(&Conditions {
         config,
         config_name,
@@ -301,6 +337,15 @@ fn train(args: TrainArgs) -> Result<()> {
         cache_dir: args.cache.cache_dir,
     })?;
     Ok(())
+}
+
+/// Ends the process when a run under `config`, which has taken `elapsed` so far, exceeds its kill limit.
+fn watch(config: &Config, elapsed: Duration) -> Option<Watchdog> {
+    let limit = config.kill_limit_seconds?;
+    let line = format!(
+        "FAIL: the run took longer than kill_limit_seconds {limit}; hint: {HUNG_DRIVER}; a machine that is only slow needs a larger --kill-limit"
+    );
+    Some(Watchdog::start(Duration::from_secs_f64(limit).saturating_sub(elapsed), line))
 }
 
 fn evaluate(args: &EvalArgs) -> Result<()> {
@@ -374,5 +419,21 @@ mod tests {
             |is_cpu| built_in_configuration(is_cpu).map(|(config, _)| (config.dataset, config.vocab_size)).unwrap();
         assert_eq!(choice(true), ("tales".to_owned(), 1024));
         assert_eq!(choice(false), ("climbmix".to_owned(), 8192));
+    }
+
+    #[test]
+    fn a_longer_budget_raises_the_kill_limit_in_proportion_unless_it_is_given() {
+        let limit = |flags: &[&str]| {
+            let Command::Train(args) = Cli::parse_from([&["autoresearch", "train"], flags].concat()).command else {
+                unreachable!("the command is train")
+            };
+            let mut config = Config::parse(HALO_CONFIG, "halo.toml").unwrap();
+            args.conditions.apply(&mut config);
+            config.kill_limit_seconds
+        };
+        assert_eq!(limit(&[]), Some(900.0));
+        assert_eq!(limit(&["--time-budget", "60"]), Some(900.0));
+        assert_eq!(limit(&["--time-budget", "1200"]), Some(1800.0));
+        assert_eq!(limit(&["--time-budget", "1200", "--kill-limit", "1300"]), Some(1300.0));
     }
 }

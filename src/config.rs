@@ -38,6 +38,9 @@ pub struct Config {
     pub sequence_len: usize,
     /// Training time in seconds; compilation, data preparation and evaluation are not part of it.
     pub time_budget_seconds: f64,
+    /// Time that the whole run may take, from start to summary, in seconds: then it is ended, since something hangs. None: any
+    /// time, as in runs from before there was a limit.
+    pub kill_limit_seconds: Option<f64>,
     /// First steps, which are not charged to the budget: compilers and caches warm up in them.
     pub uncharged_steps: usize,
     /// Validation tokens to evaluate.
@@ -105,6 +108,45 @@ impl Config {
                 self.time_budget_seconds
             );
         }
+        if let Some(limit) = self.kill_limit_seconds
+            && (Duration::try_from_secs_f64(limit).is_err() || limit <= self.time_budget_seconds)
+        {
+            bail!(
+                "{name}: kill_limit_seconds must be a number of seconds above time_budget_seconds {}, found {limit}; hint: one and a half times as much leaves time for the start and the evaluation",
+                self.time_budget_seconds
+            );
+        }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn shipped(name: &str) -> Config {
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("configs").join(name);
+        Config::read(&path).unwrap()
+    }
+
+    #[test]
+    fn every_shipped_configuration_limits_the_whole_run() {
+        let limits = ["ci", "cpu", "h100", "halo"].map(|name| {
+            let config = shipped(&format!("{name}.toml"));
+            (config.time_budget_seconds, config.kill_limit_seconds.unwrap())
+        });
+        assert_eq!(limits, [(5.0, 120.0), (60.0, 300.0), (300.0, 600.0), (600.0, 900.0)]);
+    }
+
+    #[test]
+    fn a_kill_limit_is_above_the_budget() {
+        let with = |limit| Config { kill_limit_seconds: limit, ..shipped("cpu.toml") }.validate("cpu.toml");
+        for wrong in [60.0, 0.0, -1.0, f64::NAN, f64::INFINITY, 1e300] {
+            let message = with(Some(wrong)).unwrap_err().to_string();
+            let parts =
+                ["cpu.toml: kill_limit_seconds", "above time_budget_seconds 60", &format!("found {wrong}"), "; hint: "];
+            assert!(parts.iter().all(|part| message.contains(part)), "{message}");
+        }
+        assert!(with(Some(60.1)).is_ok() && with(None).is_ok());
     }
 }

@@ -5,7 +5,7 @@ use crate::model::Gpt;
 use crate::ops;
 use crate::tokenizer::Tokenizer;
 use anyhow::{Result, bail};
-use burn::tensor::{Device, Int, Tensor, TensorData};
+use burn::tensor::{Device, Int, Tensor};
 use std::time::{Duration, Instant};
 
 /// Tokens that go through the model at once, or one row where that is longer.
@@ -132,9 +132,7 @@ impl Score {
 /// Rows of t + 1 tokens as inputs and targets, each `[b, t]`.
 pub fn input_and_targets(rows: &[u32], row_length: usize, device: &Device) -> (Tensor<2, Int>, Tensor<2, Int>) {
     let (b, t) = (rows.len() / row_length, row_length - 1);
-    // 64 bits are what most backends index with: nothing has to be converted, and one copy goes to the device.
-    let ids: Vec<i64> = rows.iter().map(|&id| id.into()).collect();
-    let rows = Tensor::<2, Int>::from_data(TensorData::new(ids, [b, row_length]), device);
+    let rows = ops::upload(rows.iter().map(|&id| id.into()).collect(), device).reshape([b, row_length]);
     (rows.clone().narrow(1, 0, t), rows.narrow(1, 1, t))
 }
 

@@ -1,6 +1,8 @@
 //! Parses the command line, does what it asks, prints one error.
 
 use autoresearch::cli::Cli;
+#[cfg(feature = "tch")]
+use autoresearch::device::environment;
 use autoresearch::output::say;
 use autoresearch::train::Diverged;
 use clap::Parser;
@@ -16,6 +18,12 @@ static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 const PURGE_DELAY: libmimalloc_sys::mi_option_t = 15;
 
 fn main() -> ExitCode {
+    // Before anything else is done, since it may be done again.
+    #[cfg(feature = "tch")]
+    if let Err(error) = environment::correct(environment::is_amd()) {
+        print_error(&error.to_string());
+        return ExitCode::FAILURE;
+    }
     // Memory that was used for one step is used again in the next: with giving it back to the system in between, a
     // fourteenth of a step went into clearing pages.
     // SAFETY: sets a number in mimalloc's options, which may be done at any time.

@@ -8,7 +8,6 @@ use crate::optim::{ParameterGroup, UpdateRule};
 use crate::parameters::{Parameter, parameters};
 use anyhow::{Result, bail, ensure};
 use burn::module::{Module, Param};
-use burn::tensor::module::embedding;
 use burn::tensor::{DType, Device, Distribution, FloatDType, Int, Tensor, TensorData};
 use chacha20::ChaCha8Rng;
 use rand::SeedableRng;
@@ -211,7 +210,7 @@ pub struct Embedding {
 impl Embedding {
     /// `[b, t]` to `[b, t, c]`.
     fn forward(&self, tokens: Tensor<2, Int>) -> Tensor<3> {
-        embedding(self.weight.val(), tokens)
+        ops::embedding(self.weight.val(), tokens)
     }
 }
 

@@ -67,6 +67,11 @@ impl Place {
         let mut command = Command::new(env!("CARGO_BIN_EXE_autoresearch"));
         command.args(arguments).current_dir(self.folder.path());
         command.env("AUTORESEARCH_CACHE_DIR", self.path("cache")).env_remove("RUST_BACKTRACE");
+        // What ROCm needs: without it the program says on standard error that it corrects it.
+        command.env("TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL", "1");
+        for name in ["PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"] {
+            command.env_remove(name);
+        }
         command
     }
 
@@ -340,6 +345,13 @@ fn wrong_arguments_are_refused_in_one_line() {
         let budget = format!("--time-budget={budget}");
         place.assert_refused(&["train", "--config", "ci.toml", &budget], &["ci.toml", "time_budget_seconds"]);
     }
+    for limit in ["5", "0", "-1", "nan", "inf", "1e300"] {
+        let limit = format!("--kill-limit={limit}");
+        place.assert_refused(
+            &["train", "--config", "ci.toml", &limit],
+            &["kill_limit_seconds", "time_budget_seconds 5"],
+        );
+    }
     place.assert_refused(&["train", "--config", "ci.toml", "--vocab-size", "0"], &["vocab_size", "found 0"]);
     place.assert_refused(
         &["train", "--config", "ci.toml", "--eval-tokens", "127"],
@@ -378,6 +390,62 @@ fn devices_that_are_unknown_or_not_compiled_in_are_refused() {
     }
 }
 
+/// Whether this machine may have a GPU that libtorch computes on.
+#[cfg(feature = "tch")]
+fn may_have_gpu() -> bool {
+    ["/dev/nvidia0", "/dev/kfd", "/dev/dxg"].iter().any(|node| Path::new(node).exists())
+}
+
+#[cfg(feature = "tch")]
+#[test]
+fn a_gpu_that_is_not_there_is_refused_with_the_cause() {
+    let place = Place::with_tales();
+    for name in ["libtorch:", "libtorch:-1", "libtorch:1.5", "libtorch:gpu", "libtorch:99999999999999999999"] {
+        place.assert_refused(&["verify", "--device", name], &[&format!("found '{name}'"), "libtorch:N"]);
+    }
+    let expected = "expected a GPU that libtorch can compute on, found ";
+    for command in [&["train", "--config", "ci.toml", "--device"][..], &["verify", "--device"]] {
+        place.assert_refused(&[command, &["libtorch:4096"]].concat(), &["--device libtorch:4096: ", expected]);
+    }
+    if !may_have_gpu() {
+        place.assert_refused(&["verify", "--device", "libtorch"], &["--device libtorch: ", expected]);
+        // Without a GPU it is no news that none is used.
+        if !cfg!(feature = "wgpu") {
+            assert_eq!(place.ok(&SMOKE).stderr, "");
+        }
+        let verbose = place.ok(&["verify", "-v"]).stderr;
+        assert!(verbose.contains(&format!("not used: --device libtorch: {expected}")), "{verbose}");
+    }
+}
+
+#[test]
+fn a_run_that_exceeds_its_kill_limit_is_ended_with_fail() {
+    let place = Place::with_tales();
+    let endless = ["train", "--config", "ci.toml", "--steps", "100000000", "--time-budget", "0.5", "--kill-limit", "1"];
+    let Finished { code, stdout, stderr } = place.run(&endless);
+    assert_eq!(code, Some(1), "{stdout}{stderr}");
+    let last = stdout.lines().next_back().unwrap();
+    assert!(last.starts_with("FAIL: the run took longer than kill_limit_seconds 1; hint: "), "{stdout}");
+    assert!(!stdout.contains("val_bpb"), "{stdout}");
+    // Steps alone may take any time, and a limit that is not reached changes nothing.
+    let limit_of = |flags: &[&str]| {
+        let trained = place.ok(&[&SMOKE[..], flags].concat());
+        let config = fs::read_to_string(place.path(trained.value("run_dir")).join("config.json")).unwrap();
+        serde_json::from_str::<Value>(&config).unwrap()["config"]["kill_limit_seconds"].clone()
+    };
+    assert_eq!(limit_of(&[]), Value::Null);
+    assert_eq!(limit_of(&["--kill-limit", "300"]), json!(300.0));
+}
+
+#[test]
+fn a_longer_budget_says_that_it_raises_the_kill_limit() {
+    let place = Place::with_tales();
+    place.config("short.toml", &[("time_budget_seconds", "0.1"), ("kill_limit_seconds", "60")]);
+    let trained = place.ok(&["train", "--config", "short.toml", "--time-budget", "0.2", "--eval-tokens", "2048"]);
+    assert!(trained.stdout.starts_with("kill limit: raised from 60 to 120 s"), "{}", trained.stdout);
+    assert!(trained.stdout.contains("; 120 s in all"), "{}", trained.stdout);
+}
+
 #[test]
 fn configurations_are_refused_by_file_and_key() {
     let place = Place::with_tales();
@@ -387,14 +455,14 @@ fn configurations_are_refused_by_file_and_key() {
         place.assert_refused(&["prepare", "--config", "my.toml"], &["my.toml"]);
     };
     let usual = include_str!("../configs/ci.toml");
-    refused(format!("{usual}learning_rate = 1\n").as_bytes(), &["line 11", "learning_rate"]);
+    refused(format!("{usual}learning_rate = 1\n").as_bytes(), &["line 13", "learning_rate"]);
     refused(usual.replace("seed = 42\n", "").as_bytes(), &["seed"]);
-    refused(usual.replace("seed = 42", "seed = \"x\"").as_bytes(), &["line 10"]);
-    refused(usual.replace("seed = 42", "seed = -1").as_bytes(), &["line 10"]);
+    refused(usual.replace("seed = 42", "seed = \"x\"").as_bytes(), &["line 12"]);
+    refused(usual.replace("seed = 42", "seed = -1").as_bytes(), &["line 12"]);
     refused(usual.replace("\"ci\"", "\"tpu\"").as_bytes(), &["tpu"]);
     refused(usual.replace("time_budget_seconds = 5", "time_budget_seconds = nan").as_bytes(), &["time_budget_seconds"]);
     refused(usual.replace("sequence_len = 128", "sequence_len = 0").as_bytes(), &["sequence_len", "found 0"]);
-    refused(format!("{usual}seed = 1\n").as_bytes(), &["line 11, at `seed`", "duplicate key"]);
+    refused(format!("{usual}seed = 1\n").as_bytes(), &["line 13, at `seed`", "duplicate key"]);
     refused(b"", &["profile"]);
     refused(b"\xff\xfe\x00", &["UTF-8"]);
     refused(b"= = =\n\n[", &["line 1"]);
@@ -631,6 +699,11 @@ fn checkpoints_that_are_not_whole_are_refused() {
         refused(&["model.safetensors", "sizes"]);
     }
     fs::write(&config, &config_text).unwrap();
+    place.ok(&["eval", "--checkpoint", text(&run)]);
+    // As runs were written before there was a kill limit.
+    edit_json(&config, |config| {
+        assert!(config["config"].as_object_mut().unwrap().remove("kill_limit_seconds").is_some())
+    });
     place.ok(&["eval", "--checkpoint", text(&run)]);
     fs::remove_file(&config).unwrap();
     refused(&["config.json"]);

@@ -6,11 +6,17 @@ mod command_line;
 mod evaluation;
 // Golden values, by the code behind `autoresearch verify`.
 mod goldens;
+// How programs are linked with libtorch.
+#[cfg(target_os = "linux")]
+mod linking;
 // The model: what a position sees, sizes, initialisation, schedules.
 mod model;
 // The optimizer: update rules, groups, types.
 mod optimizer;
 // Types: what is kept and computed in bfloat16, what in float32.
 mod precision;
+// The script that sets libtorch up.
+#[cfg(target_os = "linux")]
+mod setup_libtorch;
 // The training loop with a clock of its own.
 mod training;

@@ -8,6 +8,23 @@ use burn::backend::autodiff::ops::{Backward, Ops, OpsKind, binary, unary};
 use burn::backend::tensor::{FloatTensor, IntTensor};
 
 impl<B: Kernels, C: CheckpointStrategy> FusedOps for Autodiff<B, C> {
+    fn embed(weight: FloatTensor<Self>, tokens: IntTensor<Self>) -> FloatTensor<Self> {
+        #[derive(Debug)]
+        struct Embedding;
+        impl<B: Kernels> Backward<B, 1> for Embedding {
+            type State = (FloatTensor<B>, IntTensor<B>);
+            fn backward(self, ops: Ops<Self::State, 1>, grads: &mut Gradients, _: &mut Checkpointer) {
+                let (weight, tokens) = ops.state;
+                unary::<B, _>(ops.parents, ops.node, grads, |grad| B::embed_backward(weight, tokens, grad));
+            }
+        }
+        let (weight, node) = weight.into_parts();
+        match Embedding.prepare::<C>([node]).compute_bound().stateful() {
+            OpsKind::Tracked(prep) => prep.finish((weight.clone(), tokens.clone()), B::embed(weight, tokens)),
+            OpsKind::UnTracked(prep) => prep.finish(B::embed(weight, tokens)),
+        }
+    }
+
     fn rms_norm(x: FloatTensor<Self>) -> FloatTensor<Self> {
         #[derive(Debug)]
         struct RmsNorm;
@@ -25,6 +42,10 @@ impl<B: Kernels, C: CheckpointStrategy> FusedOps for Autodiff<B, C> {
             }
             OpsKind::UnTracked(prep) => prep.finish(B::rms_norm(x)),
         }
+    }
+
+    fn upload(place: IntTensor<Self>, numbers: Vec<i64>) -> IntTensor<Self> {
+        B::upload(place, numbers)
     }
 
     fn rotary(x: FloatTensor<Self>, cos: FloatTensor<Self>, sin: FloatTensor<Self>) -> FloatTensor<Self> {

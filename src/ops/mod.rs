@@ -15,7 +15,7 @@ mod tests;
 
 use burn::backend::tensor::{FloatTensor, IntTensor};
 use burn::backend::{Backend, Dispatch, backend_extension};
-use burn::tensor::{Int, Tensor};
+use burn::tensor::{DType, Device, FloatDType, Int, Tensor};
 use std::fmt::Debug;
 
 /// The operations as burn's runtime dispatch sees them; each default body is the portable one.
@@ -26,6 +26,11 @@ use std::fmt::Debug;
     Autodiff
 )]
 pub trait FusedOps: Backend {
+    /// See [`embedding`].
+    fn embed(weight: FloatTensor<Self>, tokens: IntTensor<Self>) -> FloatTensor<Self> {
+        portable::embedding::<Self>(weight, tokens)
+    }
+
     /// See [`rms_norm`].
     fn rms_norm(x: FloatTensor<Self>) -> FloatTensor<Self> {
         portable::rms_norm::<Self>(x)
@@ -96,6 +101,16 @@ pub trait FusedOps: Backend {
         portable::cross_entropy::<Self>(logits, targets)
     }
 
+    /// See [`warm_up`]; `place` is some tensor on the device, and comes back.
+    fn warm_up(place: FloatTensor<Self>) -> FloatTensor<Self> {
+        place
+    }
+
+    /// See [`upload`]; `place` is some tensor on the device.
+    fn upload(place: IntTensor<Self>, numbers: Vec<i64>) -> IntTensor<Self> {
+        portable::upload::<Self>(place, numbers)
+    }
+
     /// See [`accumulate`].
     fn accumulate(total: FloatTensor<Self>, part: FloatTensor<Self>) -> FloatTensor<Self> {
         portable::accumulate::<Self>(total, part)
@@ -109,6 +124,15 @@ pub trait FusedOps: Backend {
 
 /// What a backend supplies for training: the hand-written backward of each operation.
 pub trait Kernels: FusedOps {
+    /// Gradient of [`embedding`] with respect to `weight`.
+    fn embed_backward(
+        weight: FloatTensor<Self>,
+        tokens: IntTensor<Self>,
+        grad: FloatTensor<Self>,
+    ) -> FloatTensor<Self> {
+        portable::embedding_backward::<Self>(weight, tokens, grad)
+    }
+
     /// What [`rms_norm`]'s forward pass leaves for its backward pass.
     type RmsNormState: Clone + Debug + Send + 'static;
 
@@ -224,12 +248,26 @@ mod cube {
     }
 }
 
+/// Starts, in the background, what takes a moment before the first operations on `device` in `compute_type`.
+pub fn warm_up(device: &Device, compute_type: FloatDType) {
+    let place = Tensor::<1>::empty([1], (device, DType::from(compute_type)));
+    drop(Tensor::<1>::from_dispatch(Dispatch::warm_up(place.into_dispatch())));
+}
+
 /// What was chosen so far where an operation can be computed in several ways, one line a choice.
 pub fn choices() -> Vec<String> {
     #[cfg(feature = "tch")]
     return libtorch::attention::report();
     #[cfg(not(feature = "tch"))]
     Vec::new()
+}
+
+/// The row of `weight` for each token.
+///
+/// # Shapes
+/// `weight` `[v, c]`, `tokens` `[b, t]`, to `[b, t, c]`.
+pub fn embedding(weight: Tensor<2>, tokens: Tensor<2, Int>) -> Tensor<3> {
+    Tensor::from_dispatch(Dispatch::embed(weight.into_dispatch(), tokens.into_dispatch()))
 }
 
 /// Parameter-free root-mean-square normalisation over the last axis: x / sqrt(mean(x²) + ε), ε = machine epsilon of x's type.
@@ -380,6 +418,15 @@ pub fn cross_entropy(logits: Tensor<2>, targets: Tensor<1, Int>) -> Tensor<1> {
     let [n, _] = logits.dims();
     assert_eq!(targets.dims(), [n], "cross_entropy: one target a row");
     Tensor::from_dispatch(Dispatch::cross_entropy(logits.into_dispatch(), targets.into_dispatch()))
+}
+
+/// `numbers` on `device`; where that computes by itself, without waiting for what it still has to do.
+///
+/// # Shapes
+/// `[n]`.
+pub fn upload(numbers: Vec<i64>, device: &Device) -> Tensor<1, Int> {
+    let place = Tensor::<1, Int>::empty([1], device);
+    Tensor::from_dispatch(Dispatch::upload(place.into_dispatch(), numbers))
 }
 
 /// total + part in the type of `total`, whatever that of `part`. For gradients: its backward is not fused.

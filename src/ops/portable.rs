@@ -35,6 +35,18 @@ pub(super) fn epsilon(dtype: DType) -> f64 {
     }
 }
 
+pub(super) fn embedding<B: Backend>(weight: FloatTensor<B>, tokens: IntTensor<B>) -> FloatTensor<B> {
+    B::embedding(weight, tokens)
+}
+
+pub(super) fn embedding_backward<B: Backend>(
+    weight: FloatTensor<B>,
+    tokens: IntTensor<B>,
+    grad: FloatTensor<B>,
+) -> FloatTensor<B> {
+    B::embedding_backward(weight, grad, tokens)
+}
+
 /// 1 / sqrt(mean(x²) + eps) over the last axis, which stays with size 1; `x` in float32.
 fn inverse_rms<B: Backend>(x: FloatTensor<B>, eps: f64) -> FloatTensor<B> {
     let last = x.shape().num_dims() - 1;
@@ -399,6 +411,11 @@ pub(super) fn cross_entropy<B: Backend>(logits: FloatTensor<B>, targets: IntTens
     let sum = B::float_sum_dim(B::float_exp(B::float_sub(logits, max.clone())), 1);
     let losses = B::float_sub(B::float_add(max, B::float_log(sum)), target);
     B::float_reshape(losses, Shape::from(vec![n]))
+}
+
+pub(super) fn upload<B: Backend>(place: IntTensor<B>, numbers: Vec<i64>) -> IntTensor<B> {
+    let (count, device) = (numbers.len(), place.device());
+    B::int_from_data(TensorData::new(numbers, [count]).convert_dtype(place.dtype()), &device)
 }
 
 pub(super) fn accumulate<B: Backend>(total: FloatTensor<B>, part: FloatTensor<B>) -> FloatTensor<B> {

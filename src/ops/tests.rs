@@ -88,6 +88,16 @@ fn rotary_turns_pairs_by_the_angle() {
 }
 
 #[test]
+fn embedding_takes_rows_and_adds_up_their_gradients() {
+    let tokens = Tensor::<2, Int>::from_data([[3, 0, 3], [1, 3, 1]], &Device::flex());
+    let one_hot = Tensor::<2>::from_data(
+        [[0, 0, 0, 1], [1, 0, 0, 0], [0, 0, 0, 1], [0, 1, 0, 0], [0, 0, 0, 1], [0, 1, 0, 0]],
+        &Device::flex(),
+    );
+    agree([[4, 5]], |[w]| embedding(w, tokens.clone()), |[w]| one_hot.clone().matmul(w).reshape([2, 3, 5]));
+}
+
+#[test]
 fn squared_relu_agrees_with_its_formula() {
     agree([[3, 50]], |[x]| squared_relu(x), |[x]| activation::relu(x).square());
 }

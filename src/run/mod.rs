@@ -3,6 +3,7 @@
 mod folder;
 mod progress;
 mod summary;
+mod watchdog;
 
 use crate::checkpoint::{self, TensorFile, load_weights};
 use crate::config::Config;
@@ -11,7 +12,7 @@ use crate::data::loader::Loader;
 use crate::data::packing::{Packing, Passes};
 use crate::data::prepared::Prepared;
 use crate::data::tales;
-use crate::device::{ComputeDevice, peak_host_memory_mib};
+use crate::device::ComputeDevice;
 use crate::eval::{ByteLengths, Evaluation, evaluate_bpb};
 use crate::model::{Gpt, GptConfig, Hyperparameters};
 use crate::ops;
@@ -32,6 +33,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use summary::Summary;
+pub use watchdog::Watchdog;
 
 /// Name of the weights in a run's folder.
 const WEIGHTS: &str = "model.safetensors";
@@ -75,14 +77,19 @@ pub fn train(conditions: &Conditions) -> Result<PathBuf> {
     let started = Instant::now();
     let Conditions { config, config_name, .. } = conditions;
     let compute = ComputeDevice::select(&config.device)?;
+    let peak_flops = compute.peak_flops()?;
+    ops::warm_up(&compute.device, compute.compute_type);
     let hyperparameters = Hyperparameters::for_profile(config.profile);
     let plan = BatchPlan::new(&hyperparameters, config.sequence_len)?;
     let sizes = hyperparameters.architecture(config.sequence_len, config.vocab_size)?;
     let prepared = Prepared::open(&config.dataset, conditions.cache_dir.as_deref(), Some(config.vocab_size))?;
+    tracing::debug!("device and data set found after {:.2?}", started.elapsed());
+    // First, so that its threads fill their buffers meanwhile.
+    let mut rows = training_rows(&prepared, &plan, config.sequence_len)?;
     let model = Gpt::new(&sizes, compute.compute_type, config.seed, &compute.device.clone().autodiff());
     let groups = hyperparameters.parameter_groups(&model);
     let mut optimizer = MuonAdamW::new(&model, &groups, compute.compute_type)?;
-    let mut rows = training_rows(&prepared, &plan, config.sequence_len)?;
+    tracing::debug!("model and optimizer made after {:.2?}", started.elapsed());
     // Not only after hours of training.
     require_validation_row(&prepared, config.sequence_len)?;
 
@@ -98,12 +105,13 @@ pub fn train(conditions: &Conditions) -> Result<PathBuf> {
     };
     let mut folder = RunFolder::create(&conditions.runs_dir, &resolved)?;
     prepared.tokenizer().save(folder.path())?;
+    tracing::debug!("ready to train after {:.2?}", started.elapsed());
     let hyperparameters = &resolved.hyperparameters;
     let flops_per_token = model.flops_per_token() as f64;
     let num_params: usize = model.parameter_counts().iter().map(|(_, count)| count).sum();
     announce(&resolved, &model, &plan, folder.path());
 
-    let mut progress = ProgressLine::new(flops_per_token, compute.peak_flops);
+    let mut progress = ProgressLine::new(flops_per_token, peak_flops);
     let outcome = Training {
         model,
         optimizer: &mut optimizer,
@@ -142,8 +150,8 @@ pub fn train(conditions: &Conditions) -> Result<PathBuf> {
         val_bpb: evaluation.bpb(),
         training_seconds: outcome.training_time.as_secs_f64(),
         total_seconds: started.elapsed().as_secs_f64(),
-        peak_vram_mb: peak_host_memory_mib(),
-        mfu_percent: compute.peak_flops.map(|peak| 100.0 * flops_per_token * outcome.tokens_per_second / peak),
+        peak_vram_mb: compute.peak_memory_mib(),
+        mfu_percent: peak_flops.map(|peak| 100.0 * flops_per_token * outcome.tokens_per_second / peak),
         total_tokens_m: outcome.tokens as f64 / 1e6,
         num_steps: outcome.steps,
         num_params_m: num_params as f64 / 1e6,
@@ -341,10 +349,12 @@ fn announce(resolved: &Resolved, model: &Gpt, plan: &BatchPlan, run: &Path) {
         "batch:      {} tokens a step = {} forward x {} rows x {} tokens",
         plan.tokens, plan.micro_batches, plan.device_batch_size, config.sequence_len
     ));
+    let in_all =
+        config.kill_limit_seconds.map_or(String::new(), |limit| format!("; {limit} s in all, then it is ended"));
     match resolved.steps {
-        Some(steps) => say(format_args!("limit:      {steps} steps")),
+        Some(steps) => say(format_args!("limit:      {steps} steps{in_all}")),
         None => say(format_args!(
-            "limit:      {} s of training, the first {} steps not counted",
+            "limit:      {} s of training, the first {} steps not counted{in_all}",
             config.time_budget_seconds, config.uncharged_steps
         )),
     }

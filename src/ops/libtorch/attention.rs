@@ -5,7 +5,7 @@
 //! becomes causal with time reversed. The two parts are merged by their log-sum-exp; backward kernels take the merged output
 //! and log-sum-exp for either part (Dao et al. 2022, "FlashAttention": they enter as they are).
 
-use super::super::portable;
+use super::super::{AttentionState, portable};
 use super::kernels;
 use burn::backend::LibTorch;
 use burn_tch::TchTensor;
@@ -305,7 +305,6 @@ fn backward_in_blocks(kernel: Kernel, state: &State, grad: &Tensor, window: i64)
 struct Call {
     device: Device,
     kind: Kind,
-    b: i64,
     t: i64,
     h: i64,
     g: i64,
@@ -313,8 +312,10 @@ struct Call {
     window: usize,
 }
 
-/// Elements of the queries with which ways are timed: enough to fill a GPU.
-const TIMED_ELEMENTS: i64 = 1 << 25;
+/// Most elements of the queries with which ways are timed.
+const TIMED_ELEMENTS: i64 = 1 << 27;
+/// Tokens of a forward pass for which a way is chosen though no backward pass will follow.
+const TOKENS_WORTH_A_CHOICE: i64 = 1 << 12;
 /// Times that each way is run for its time.
 const TIMED_RUNS: u32 = 3;
 /// Largest relative error of a way's output and gradients in bfloat16, whose own rounding is about a third of it.
@@ -341,15 +342,29 @@ pub fn report() -> Vec<String> {
 }
 
 /// The fastest way for operands like these on their device, measured at the first call; none where no fused kernel will do.
+///
+/// The batch size of the first call is taken for that of all.
 pub fn plan(q: &Tensor, k: &Tensor, window: usize) -> Option<Plan> {
-    let (size, groups) = (q.size(), k.size()[2]);
-    let (b, t, h, d) = (size[0], size[1], size[2], size[3]);
-    let call = Call { device: q.device(), kind: q.kind(), b, t, h, g: groups, d, window: window.min(t as usize) };
+    let call = Call::new(q, k, window);
     let mut choices = choices().lock().unwrap_or_else(PoisonError::into_inner);
-    choices.entry(call).or_insert_with(|| call.choose()).0
+    choices.entry(call).or_insert_with(|| call.choose(q.size()[0])).0
+}
+
+/// The same without a backward pass to come: a short call is not worth a choice, which writing text would make anew for
+/// every token.
+pub fn inference_plan(q: &Tensor, k: &Tensor, window: usize) -> Option<Plan> {
+    let tokens = q.size()[0] * q.size()[1];
+    let chosen = || choices().lock().unwrap_or_else(PoisonError::into_inner).get(&Call::new(q, k, window))?.0;
+    if tokens >= TOKENS_WORTH_A_CHOICE { plan(q, k, window) } else { chosen() }
 }
 
 impl Call {
+    fn new(q: &Tensor, k: &Tensor, window: usize) -> Self {
+        let (size, g) = (q.size(), k.size()[2]);
+        let (t, h, d) = (size[1], size[2], size[3]);
+        Self { device: q.device(), kind: q.kind(), t, h, g, d, window: window.min(t as usize) }
+    }
+
     fn is_full(&self) -> bool {
         self.window as i64 >= self.t - 1
     }
@@ -362,23 +377,26 @@ impl Call {
             // A block of no tokens: each query sees only itself.
             0 => Vec::new(),
             _ if self.is_full() => with(Windowing::Full).collect(),
-            _ => with(Windowing::Native)
-                .filter(|plan| plan.kernel.takes_windows())
-                .chain(with(Windowing::Blocks))
-                .collect(),
+            _ => {
+                let native = with(Windowing::Native).filter(|plan| plan.kernel.takes_windows());
+                native.chain(with(Windowing::Blocks)).collect()
+            }
         }
     }
 
-    fn choose(&self) -> (Option<Plan>, String) {
-        let mut timed: Vec<(Plan, Duration)> = Vec::new();
+    fn choose(&self, b: i64) -> (Option<Plan>, String) {
         let what = format!("attention of {} heads of {}, context {}, window {}", self.h, self.d, self.t, self.window);
+        let start = Instant::now();
+        let sample = Sample::new(self);
+        let mut timed: Vec<(Plan, Duration)> = Vec::new();
         for plan in self.candidates() {
-            match self.check(plan).and_then(|()| self.time(plan)) {
+            match sample.check(plan).and_then(|()| self.time(plan, b)) {
                 Ok(time) => timed.push((plan, time)),
                 Err(problem) => tracing::debug!("{what}: {plan} is not used: {problem}"),
             }
         }
         timed.sort_by_key(|&(_, time)| time);
+        tracing::debug!("{what}: chosen in {:.2?}", start.elapsed());
         let Some(&(fastest, _)) = timed.first() else {
             tracing::warn!(
                 "{what}: none of libtorch's fused kernels will do (--verbose says why); hint: training goes on with plain operations, right but much slower"
@@ -390,61 +408,21 @@ impl Call {
         (Some(fastest), format!("{what}: {fastest} (forward and backward: {})", times.join(", ")))
     }
 
+    fn random(&self, b: i64, t: i64, heads: i64) -> Tensor {
+        Tensor::randn([b, t, heads, self.d], (self.kind, self.device))
+    }
+
     fn synchronize(&self) {
         if let Device::Cuda(index) = self.device {
             tch::Cuda::synchronize(index as i64);
         }
     }
 
-    fn sample(&self, b: i64, t: i64, heads: i64) -> Tensor {
-        Tensor::randn([b, t, heads, self.d], (self.kind, self.device))
-    }
-
-    /// Compares `plan` with the portable body in float32 on a small sample.
-    fn check(&self, plan: Plan) -> Result<(), String> {
-        let t = CHECKED_TOKENS.min(self.t);
-        let window = if self.is_full() { t as usize } else { CHECKED_WINDOW.min(self.window) };
-        let operands = [self.h, self.g, self.g].map(|heads| self.sample(1, t, heads));
-        let grad = self.sample(1, t, self.h);
-        let [q, k, v] = &operands;
-        let (out, log_sum_exp) = plan.forward(q, k, v, window)?;
-        let found = {
-            let operands = operands.each_ref().map(Tensor::shallow_clone);
-            let state = State { operands, out: out.shallow_clone(), log_sum_exp: log_sum_exp.shallow_clone() };
-            plan.backward(state, &grad, window)?
-        };
-        let wide = |x: &Tensor| TchTensor::new(x.to_kind(Kind::Float));
-        let [q, k, v] = operands.each_ref().map(wide);
-        let (expected_out, expected_sums) =
-            portable::attention_forward::<LibTorch>(q.clone(), k.clone(), v.clone(), window);
-        let state = super::super::AttentionState {
-            q,
-            k,
-            v,
-            out: expected_out.clone(),
-            log_sum_exp: expected_sums.clone(),
-            window,
-        };
-        let expected = portable::attention_backward::<LibTorch>(state, wide(&grad));
-        let largest = if self.kind == Kind::Float { LARGEST_ERROR_F32 } else { LARGEST_ERROR_BF16 };
-        let names = ["output", "log-sum-exp", "gradient of q", "gradient of k", "gradient of v"];
-        let found = [out, log_sum_exp].into_iter().chain(found);
-        let expected = [expected_out, expected_sums].into_iter().chain(expected);
-        for ((name, found), expected) in names.iter().zip(found).zip(expected) {
-            let error = relative_error(&found, &expected.tensor);
-            // Not a number is an error too.
-            if error.is_nan() || error > largest {
-                return Err(format!("expected a relative error of the {name} up to {largest}, found {error:.2e}"));
-            }
-        }
-        Ok(())
-    }
-
     /// Median time of forward and backward.
-    fn time(&self, plan: Plan) -> Result<Duration, String> {
-        let b = (TIMED_ELEMENTS / (self.t * self.h * self.d)).clamp(1, self.b);
-        let [q, k, v] = [self.h, self.g, self.g].map(|heads| self.sample(b, self.t, heads));
-        let grad = self.sample(b, self.t, self.h);
+    fn time(&self, plan: Plan, b: i64) -> Result<Duration, String> {
+        let b = b.min(TIMED_ELEMENTS / (self.t * self.h * self.d)).max(1);
+        let [q, k, v] = [self.h, self.g, self.g].map(|heads| self.random(b, self.t, heads));
+        let grad = self.random(b, self.t, self.h);
         let run = || -> Result<Duration, String> {
             self.synchronize();
             let start = Instant::now();
@@ -461,7 +439,53 @@ impl Call {
     }
 }
 
+/// A small call and what the portable body makes of it in float32.
+struct Sample {
+    window: usize,
+    operands: Operands,
+    grad: Tensor,
+    /// Output, log-sum-exp, gradients of queries, keys and values.
+    expected: [TchTensor; 5],
+    largest_error: f64,
+}
+
+impl Sample {
+    fn new(call: &Call) -> Self {
+        let t = CHECKED_TOKENS.min(call.t);
+        let window = if call.is_full() { t as usize } else { CHECKED_WINDOW.min(call.window) };
+        let operands = [call.h, call.g, call.g].map(|heads| call.random(1, t, heads));
+        let grad = call.random(1, t, call.h);
+        let wide = |x: &Tensor| TchTensor::new(x.to_kind(Kind::Float));
+        let [q, k, v] = operands.each_ref().map(wide);
+        let (out, log_sum_exp) = portable::attention_forward::<LibTorch>(q.clone(), k.clone(), v.clone(), window);
+        let state = AttentionState { q, k, v, out: out.clone(), log_sum_exp: log_sum_exp.clone(), window };
+        let [dq, dk, dv] = portable::attention_backward::<LibTorch>(state, wide(&grad));
+        let expected = [out, log_sum_exp, dq, dk, dv];
+        let largest_error = if call.kind == Kind::Float { LARGEST_ERROR_F32 } else { LARGEST_ERROR_BF16 };
+        Self { window, operands, grad, expected, largest_error }
+    }
+
+    fn check(&self, plan: Plan) -> Result<(), String> {
+        let [q, k, v] = &self.operands;
+        let (out, log_sum_exp) = plan.forward(q, k, v, self.window)?;
+        let operands = self.operands.each_ref().map(Tensor::shallow_clone);
+        let state = State { operands, out: out.shallow_clone(), log_sum_exp: log_sum_exp.shallow_clone() };
+        let [dq, dk, dv] = plan.backward(state, &self.grad, self.window)?;
+        let names = ["output", "log-sum-exp", "gradient of q", "gradient of k", "gradient of v"];
+        for ((name, found), expected) in names.iter().zip([out, log_sum_exp, dq, dk, dv]).zip(&self.expected) {
+            let (error, largest) = (relative_error(&found, &expected.tensor), self.largest_error);
+            // Not a number is an error too.
+            if error.is_nan() || error > largest {
+                return Err(format!("expected a relative error of the {name} up to {largest}, found {error:.2e}"));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// ‖found − expected‖ / ‖expected‖, or ‖found‖ where `expected` is zero; `expected` in float32.
 pub fn relative_error(found: &Tensor, expected: &Tensor) -> f64 {
-    let difference = (found.to_kind(Kind::Float) - expected).norm();
-    (difference / expected.norm()).double_value(&[])
+    let difference = (found.to_kind(Kind::Float) - expected).norm().double_value(&[]);
+    let norm = expected.norm().double_value(&[]);
+    if norm == 0.0 { difference } else { difference / norm }
 }

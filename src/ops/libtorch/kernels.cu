@@ -16,15 +16,23 @@ typedef unsigned short Element;
 __device__ inline float low_half(unsigned int word) { return __uint_as_float(word << 16); }
 __device__ inline float high_half(unsigned int word) { return __uint_as_float(word & 0xffff0000u); }
 
-// The upper half of a float's bits, rounded to the nearest, ties to even.
-__device__ inline unsigned int rounded(float value) {
+// Rounded to the nearest, ties to even.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+__device__ inline unsigned int packed(float low, float high) {
+    unsigned int word;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+    return word;
+}
+#else
+__device__ inline unsigned int upper_half(float value) {
     unsigned int bits = __float_as_uint(value);
     return value != value ? 0x7fffu : (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
 }
-__device__ inline unsigned int packed(float low, float high) { return rounded(low) | (rounded(high) << 16); }
+__device__ inline unsigned int packed(float low, float high) { return upper_half(low) | (upper_half(high) << 16); }
+#endif
 
 __device__ inline float load_one(const Element* base, Long index) { return __uint_as_float((unsigned int)base[index] << 16); }
-__device__ inline void store_one(Element* base, Long index, float value) { base[index] = (Element)rounded(value); }
+__device__ inline void store_one(Element* base, Long index, float value) { base[index] = (Element)packed(value, 0.0f); }
 
 __device__ inline Eight load(const Element* base, Long vector) {
     uint4 words = ((const uint4*)base)[vector];
@@ -353,6 +361,36 @@ extern "C" __global__ void softcap_cross_entropy(Element* logits, const Long* ta
     }
     for (int i = threadIdx.x + KEPT * blockDim.x; i < vectors; i += blockDim.x)
         store_gradient(logits, start + i, capped(logits, start + i, cap), inverse_sum, target - 8ll * i, scale);
+}
+
+// ---- Embeddings ----------------------------------------------------------------------------------------------------
+
+// Rows of a token that a block adds up at once, and columns (vectors) of its share.
+#define EMBEDDING_ROWS 16
+#define EMBEDDING_COLUMNS 16
+
+// dweight [v, c]: the sum of the rows of grad [n, c] at the places of each token, which are order[starts[v] .. starts[v + 1]].
+// A block of EMBEDDING_ROWS x EMBEDDING_COLUMNS threads for each token and share of the columns.
+extern "C" __global__ void embedding_backward(const Element* grad, const Long* order, const Long* starts, Element* dweight,
+                                              int vectors) {
+    __shared__ float partial[EMBEDDING_ROWS][EMBEDDING_COLUMNS][8];
+    int lane = threadIdx.x % EMBEDDING_COLUMNS, share = threadIdx.x / EMBEDDING_COLUMNS;
+    int shares = (vectors + EMBEDDING_COLUMNS - 1) / EMBEDDING_COLUMNS;
+    Long token = blockIdx.x / shares;
+    int column = blockIdx.x % shares * EMBEDDING_COLUMNS + lane;
+    Eight sum = {{0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f}};
+    if (column < vectors) {
+        for (Long i = starts[token] + share; i < starts[token + 1]; i += EMBEDDING_ROWS) {
+            Eight row = load(grad, order[i] * vectors + column);
+            for (int j = 0; j < 8; j++) sum.v[j] += row.v[j];
+        }
+    }
+    for (int j = 0; j < 8; j++) partial[share][lane][j] = sum.v[j];
+    __syncthreads();
+    if (share > 0 || column >= vectors) return;
+    for (int k = 1; k < EMBEDDING_ROWS; k++)
+        for (int j = 0; j < 8; j++) sum.v[j] += partial[k][lane][j];
+    store(dweight, token * vectors + column, sum);
 }
 
 // ---- Attention in blocks of `window` tokens: [b, n, window, h · d] in `row` vectors a token --------------------------

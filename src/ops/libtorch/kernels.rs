@@ -6,18 +6,22 @@
 use super::driver::{Argument, Driver, Function};
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::time::Instant;
 use tch::{Device, Kind, Tensor};
 
 pub const SOURCE: &str = include_str!("kernels.cu");
 /// Elements that a thread reads and writes at once.
 const VECTOR: i64 = 8;
 const THREADS: u32 = 256;
+/// Columns, in vectors, and threads of a block in the kernel `embedding_backward`, which says so too.
+const EMBEDDING_COLUMNS: u64 = 16;
+const EMBEDDING_THREADS: u32 = 256;
 /// Threads of a row of logits: with the vectors that each keeps, a usual vocabulary is read once.
 const LOGIT_THREADS: u32 = 512;
 /// Blocks of a kernel that sums over all elements: enough to fill any GPU, few enough to add up.
 const SUMMING_BLOCKS: u32 = 1024;
 
-pub const NAMES: [&str; 14] = [
+pub const NAMES: [&str; 15] = [
     "rms_norm_forward",
     "rms_norm_backward",
     "rotary_rms_norm_forward",
@@ -29,6 +33,7 @@ pub const NAMES: [&str; 14] = [
     "squared_relu_forward",
     "squared_relu_backward",
     "softcap_cross_entropy",
+    "embedding_backward",
     "reverse_blocks",
     "add_reversed_blocks",
     "merge_blocks",
@@ -85,7 +90,9 @@ impl Kernels {
         let (driver, device) = (driver()?, device as i32);
         driver.enter(device)?;
         let options: &[&str] = if kind == Kind::BFloat16 { &["-DELEMENT_BF16"] } else { &[] };
+        let start = Instant::now();
         let functions = driver.build(SOURCE, options, device, &NAMES)?;
+        tracing::debug!("compiled the kernels for {kind:?} in {:.2?}", start.elapsed());
         Ok(Self { driver, device, functions: NAMES.into_iter().zip(functions).collect() })
     }
 
@@ -301,6 +308,17 @@ impl Kernels {
         ];
         self.launch("softcap_cross_entropy", rows as u64, LOGIT_THREADS, &arguments);
         losses
+    }
+
+    /// Gradient of `ops::embedding` with respect to its `v` rows, from that of its output `[n, c]`: row `i` of it belongs to
+    /// the token whose share of `order` `[n]` holds `i`, those of token `k` being `starts[k]..starts[k + 1]`.
+    pub fn embedding_backward(&self, grad: &Tensor, order: &Tensor, starts: &Tensor, v: i64) -> Tensor {
+        let (_, vectors) = rows(grad);
+        let dweight = Tensor::empty([v, i64::from(vectors) * VECTOR], (grad.kind(), grad.device()));
+        let arguments = [pointer(grad), pointer(order), pointer(starts), pointer(&dweight), Argument::Int(vectors)];
+        let blocks = v as u64 * (vectors as u64).div_ceil(EMBEDDING_COLUMNS);
+        self.launch("embedding_backward", blocks, EMBEDDING_THREADS, &arguments);
+        dweight
     }
 
     /// The blocks of `blocks` `[b, n, window, h, d]` from the `first` on, all but one, time reversed: `[b, n − 1, window, h, d]`.

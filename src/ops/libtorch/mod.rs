@@ -6,6 +6,8 @@ mod driver;
 mod kernels;
 #[cfg(test)]
 mod tests;
+mod token_order;
+mod upload;
 
 use super::{AttentionState, FusedOps, Kernels, MixState, portable};
 use burn::backend::LibTorch;
@@ -13,6 +15,7 @@ use burn::backend::TensorMetadata;
 use burn::backend::ops::FloatTensorOps;
 use burn_tch::TchTensor;
 use tch::{Kind, Tensor};
+use token_order::{TokenOrder, token_order};
 
 /// Rows whose logits exist at once, on a GPU: its matrix products want to be large.
 const ROW_CHUNK: i64 = 1 << 14;
@@ -67,7 +70,26 @@ impl FusedOps for LibTorch {
     }
 
     fn causal_attention(q: TchTensor, k: TchTensor, v: TchTensor, window: usize) -> TchTensor {
-        Self::attention_forward(q, k, v, window).0
+        match attention::inference_plan(&q.tensor, &k.tensor, window) {
+            Some(plan) => TchTensor::new(attend(plan, &q, &k, &v, window).0),
+            None => portable::attention_forward::<Self>(q, k, v, window).0,
+        }
+    }
+
+    fn warm_up(place: TchTensor) -> TchTensor {
+        let sample = Tensor::zeros([16, 16], (place.tensor.kind(), place.tensor.device()));
+        let work = move || {
+            // Compiles the kernels, and has libtorch load its libraries for matrix products.
+            drop((kernels::of(&[&sample]), sample.mm(&sample)));
+        };
+        if let Err(error) = std::thread::Builder::new().spawn(work) {
+            tracing::debug!("nothing is warmed up: no thread can be started ({error})");
+        }
+        place
+    }
+
+    fn upload(place: TchTensor, numbers: Vec<i64>) -> TchTensor {
+        TchTensor::new(upload::upload(&numbers, place.tensor.device()))
     }
 
     fn accumulate(mut total: TchTensor, part: TchTensor) -> TchTensor {
@@ -96,6 +118,18 @@ impl FusedOps for LibTorch {
 
 impl Kernels for LibTorch {
     type RmsNormState = RmsNormState;
+
+    fn embed_backward(weight: TchTensor, tokens: TchTensor, grad: TchTensor) -> TchTensor {
+        let (v, c) = (weight.tensor.size()[0], weight.tensor.size()[1]);
+        let plain = grad.tensor.contiguous().view([-1, c]);
+        match kernels::of(&[&plain]).filter(|_| tokens.tensor.kind() == Kind::Int64) {
+            Some(kernels) => {
+                let TokenOrder { order, starts } = token_order(&tokens, v);
+                TchTensor::new(kernels.embedding_backward(&plain, &order, &starts, v))
+            }
+            None => portable::embedding_backward::<Self>(weight, tokens, grad),
+        }
+    }
 
     fn rms_norm_forward(x: TchTensor) -> (TchTensor, RmsNormState) {
         let plain = x.tensor.contiguous();
@@ -174,9 +208,7 @@ impl Kernels for LibTorch {
         let Some(plan) = attention::plan(&q.tensor, &k.tensor, window) else {
             return portable::attention_forward::<Self>(q, k, v, window);
         };
-        let (out, log_sum_exp) = plan
-            .forward(&q.tensor, &k.tensor, &v.tensor, window)
-            .unwrap_or_else(|problem| panic!("attention by {plan}: {problem}"));
+        let (out, log_sum_exp) = attend(plan, &q, &k, &v, window);
         (TchTensor::new(out), TchTensor::new(log_sum_exp))
     }
 
@@ -222,6 +254,11 @@ impl Kernels for LibTorch {
         let dweight = dweight.to_kind(weight.tensor.kind());
         (TchTensor::new(loss), [TchTensor::new(dhidden), TchTensor::new(dweight)])
     }
+}
+
+fn attend(plan: attention::Plan, q: &TchTensor, k: &TchTensor, v: &TchTensor, window: usize) -> (Tensor, Tensor) {
+    let outputs = plan.forward(&q.tensor, &k.tensor, &v.tensor, window);
+    outputs.unwrap_or_else(|problem| panic!("attention by {plan}: {problem}"))
 }
 
 fn output_state((y, inverse_rms): (Tensor, Tensor)) -> (TchTensor, RmsNormState) {

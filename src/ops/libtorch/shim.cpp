@@ -1,4 +1,5 @@
-// libtorch's fused attention kernels with their log-sum-exp, forward and backward: the `tch` crate does not bind them.
+// What the `tch` crate does not bind: libtorch's fused attention kernels with their log-sum-exp, forward and backward, and
+// copies to a GPU that nothing waits for.
 //
 // No header of a GPU's maker is needed: builds for CUDA and for ROCm compile this alike. Queries, keys, values and their
 // gradients are [b, t, h, d], the log-sum-exp is [b, h, t] in float32. Each function returns null or a message that stays
@@ -15,6 +16,7 @@
 #include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/empty.h>
 
+#include <cstring>
 #include <exception>
 #include <limits>
 #include <optional>
@@ -135,5 +137,16 @@ extern "C" const char* autoresearch_attention_backward(int kernel, const Tensor*
         outputs[0] = new Tensor(std::move(dq));
         outputs[1] = new Tensor(std::move(dk));
         outputs[2] = new Tensor(std::move(dv));
+    });
+}
+
+// `output`: `count` numbers on the GPU `device`, owned by the caller. They go through memory that the GPU reads by itself: a
+// copy from other memory waits for all that was started before, and some drivers take milliseconds to prepare it.
+extern "C" const char* autoresearch_upload(const int64_t* numbers, int64_t count, int device, Tensor** output) {
+    return guarded([&] {
+        auto pinned = at::empty({count}, at::TensorOptions().dtype(at::kLong).pinned_memory(true));
+        std::memcpy(pinned.data_ptr(), numbers, count * sizeof(int64_t));
+        const auto there = at::Device(at::kCUDA, static_cast<at::DeviceIndex>(device));
+        *output = new Tensor(pinned.to(there, at::kLong, /*non_blocking=*/true));
     });
 }

@@ -96,6 +96,51 @@ fn rms_norm_backward_of(x: &TchTensor, grad: &TchTensor, eps: f64) -> TchTensor 
 }
 
 #[test]
+fn gradients_of_embeddings_agree_with_the_portable_body() {
+    for (device, kind, largest) in cases() {
+        for (b, t, v, c) in [(1, 1, 3, 8), (2, 70, 11, 24), (3, 50, 1000, 136), (2, 600, 5, 512)] {
+            let what = format!("{device:?} {kind:?} b {b}, t {t}, v {v}, c {c}");
+            let weight = random(&[v, c], (kind, device));
+            // Two batches and two tables each: the order of tokens is kept in between.
+            for _ in 0..2 {
+                // Some tokens are in no place, and the columns of the tokens lie apart, as those of rows with targets do.
+                let rows = TchTensor::new(Tensor::randint((v - 1).max(1), [b, t + 1], (Kind::Int64, device)));
+                let tokens = TchTensor::partial(rows.tensor.narrow(1, 0, t), rows.storage.clone());
+                for _ in 0..2 {
+                    let grad = random(&[b, t, c], (kind, device));
+                    let found = LibTorch::embed_backward(burn(&weight), tokens.clone(), burn(&grad));
+                    let one_hot = tokens.tensor.reshape([-1]).one_hot(v).to_kind(Kind::Float);
+                    let expected = one_hot.tr().mm(&grad.to_kind(Kind::Float).view([b * t, c]));
+                    assert_eq!(found.tensor.kind(), kind);
+                    // libtorch's own, on the CPU, adds up in bfloat16.
+                    if device.is_cuda() || kind == Kind::Float {
+                        assert_close(&found, &TchTensor::new(expected), largest, &what);
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn token_order_lists_the_places_of_each_token() {
+    for device in devices() {
+        let place = |values: &[i64]| Tensor::from_slice(values).to_device(device);
+        let tokens = TchTensor::new(place(&[3, 0, 3, 1, 3, 1]).view([2, 3]));
+        for v in [4, 6] {
+            let TokenOrder { order, starts } = token_order(&tokens, v);
+            assert_eq!(Vec::<i64>::try_from(order).unwrap(), [1, 3, 5, 0, 2, 4]);
+            assert_eq!(
+                Vec::<i64>::try_from(starts).unwrap(),
+                [&[0, 1, 3, 3, 6][..], &[6; 2][..v as usize - 4]].concat()
+            );
+        }
+        let others = TchTensor::new(place(&[1, 0]).view([2, 1]));
+        assert_eq!(Vec::<i64>::try_from(token_order(&others, 2).order).unwrap(), [1, 0]);
+    }
+}
+
+#[test]
 fn mix_agrees_with_the_portable_body() {
     for (device, kind, largest) in cases() {
         // The last: more than the summing blocks take in one round.
