@@ -10,7 +10,8 @@ use crate::run::{self, Conditions, Watchdog};
 use crate::sample::Sampling;
 use crate::verify::{self, Finding, Goldens};
 use anyhow::{Result, bail, ensure};
-use clap::{Args, Parser, Subcommand};
+use burn::tensor::FloatDType;
+use clap::{Args, Parser, Subcommand, ValueEnum};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -195,6 +196,25 @@ struct VerifyArgs {
     corpus: Option<PathBuf>,
     #[arg(long, value_name = "NAME", default_value = "auto", help = format!("Where to compute: {DEVICE_NAMES}"))]
     device: String,
+    /// Type of embeddings, activations and matrix products; the goldens are float32, bfloat16 has wider tolerances.
+    #[arg(long, value_name = "TYPE", default_value = "float32")]
+    compute_type: ComputeType,
+}
+
+/// Types of matrix products, as PyTorch names them.
+#[derive(Clone, Copy, Debug, ValueEnum)]
+enum ComputeType {
+    Float32,
+    Bfloat16,
+}
+
+impl From<ComputeType> for FloatDType {
+    fn from(compute_type: ComputeType) -> Self {
+        match compute_type {
+            ComputeType::Float32 => Self::F32,
+            ComputeType::Bfloat16 => Self::BF16,
+        }
+    }
 }
 
 impl Cli {
@@ -358,7 +378,8 @@ fn verify_goldens(args: &VerifyArgs) -> Result<()> {
             built_in.path().to_path_buf()
         }
     };
-    let goldens = Goldens { folder, corpus: args.corpus.clone(), device: device.device };
+    let compute_type = args.compute_type.into();
+    let goldens = Goldens { folder, corpus: args.corpus.clone(), device: device.device, compute_type };
     let (mut passed, mut failed, mut first_unusable) = (0, 0, None);
     goldens.verify(|finding| match finding {
         Finding::Compared(check) => {

@@ -316,6 +316,14 @@ impl Gpt {
     /// # Panics
     /// If t is larger than the context.
     pub fn hidden(&self, tokens: Tensor<2, Int>) -> Tensor<3> {
+        self.hidden_with(tokens, |_| ())
+    }
+
+    /// [`Gpt::hidden`] that shows `see` the residual stream as each block leaves it, `[b, t, c]`.
+    ///
+    /// # Panics
+    /// As [`Gpt::hidden`].
+    pub fn hidden_with(&self, tokens: Tensor<2, Int>, mut see: impl FnMut(&Tensor<3>)) -> Tensor<3> {
         let [_, t] = tokens.dims();
         let (context_len, windows) = (self.config.sequence_len, self.config.windows());
         assert!(t <= context_len, "{t} tokens do not fit the context of {context_len}");
@@ -328,6 +336,7 @@ impl Gpt {
             x = ops::mix(x, scalar(&self.resid_lambdas), x0.clone(), scalar(&self.x0_lambdas));
             let value_embedding = self.value_embeds[layer].as_ref().map(|table| table.forward(tokens.clone()));
             x = block.forward(x, value_embedding, &context, windows[layer]);
+            see(&x);
         }
         ops::rms_norm(x)
     }

@@ -240,9 +240,9 @@ pub fn adamw_update<const D: usize>(
     let mean = lerp(mean, gradient.clone(), 1.0 - beta1);
     let mean_square = lerp(mean_square, gradient.square(), 1.0 - beta2);
     let correction = |beta: f64| 1.0 - beta.powi(step as i32);
-    let denominator = (mean_square.clone() / rounded(correction(beta2), dtype)).sqrt() + eps;
-    let step_size = rounded(-lr / correction(beta1), dtype);
-    (decayed + mean.clone() / denominator * step_size, [mean, mean_square])
+    let denominator = (mean_square.clone() / rounded(correction(beta2), mean_square.dtype())).sqrt() + eps;
+    let step_size = rounded(-lr / correction(beta1), mean.dtype());
+    (decayed + in_type(mean.clone() / denominator * step_size, dtype), [mean, mean_square])
 }
 
 /// The scalars of one Muon step.
@@ -327,4 +327,36 @@ const POLAR_EXPRESS: [(f64, f64, f64); 5] = [
 /// `x` `[n, rows, columns]`, to the same.
 pub fn orthogonalize(x: Tensor<3>) -> Tensor<3> {
     ops::newton_schulz(x, &POLAR_EXPRESS)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::Profile;
+    use crate::model::{Gpt, Hyperparameters};
+    use burn::tensor::Device;
+
+    #[test]
+    fn moments_are_in_the_type_of_their_parameter_and_muons_state_is_in_float32() {
+        let hyperparameters = Hyperparameters::for_profile(Profile::Ci);
+        let config = hyperparameters.architecture(16, 50).unwrap();
+        let model = Gpt::new(&config, FloatDType::BF16, 1, &Device::default());
+        let types: BTreeMap<_, _> = parameters(&model).into_iter().map(|p| (p.name, p.value.dtype())).collect();
+        let groups = hyperparameters.parameter_groups(&model);
+        let mut optimizer = MuonAdamW::new(&model, &groups, FloatDType::BF16).unwrap();
+        // Gradients come in float32, whatever the parameter's type.
+        let gradients =
+            parameters(&model).into_iter().map(|p| (p.name, p.value.cast(DType::F32).ones_like())).collect();
+        optimizer.step(model, gradients, Schedule { lr_multiplier: 1.0, muon_momentum: 0.9, weight_decay: 0.1 });
+        for unit in &optimizer.units {
+            match unit {
+                Unit::AdamW { name, moments, .. } => {
+                    assert_eq!(moments.each_ref().map(|moment| moment.dtype()), [types[name]; 2], "{name}");
+                }
+                Unit::Muon { names, momentum, variance, .. } => {
+                    assert_eq!([momentum.dtype(), variance.dtype()], [DType::F32; 2], "{names:?}");
+                }
+            }
+        }
+    }
 }

@@ -174,7 +174,19 @@ impl Training<'_> {
     ///
     /// # Errors
     /// [`Diverged`] if the loss is NaN, infinite or above 100; others if the data cannot be read.
-    pub fn run(self, mut report: impl FnMut(&StepReport) -> Result<()>) -> Result<Outcome> {
+    pub fn run(self, report: impl FnMut(&StepReport) -> Result<()>) -> Result<Outcome> {
+        self.run_with(|_, _| (), report)
+    }
+
+    /// [`Training::run`] that lets `adjust` change the gradients of each step (from 0) before the optimizer gets them.
+    ///
+    /// # Errors
+    /// As [`Training::run`].
+    pub(crate) fn run_with(
+        self,
+        mut adjust: impl FnMut(usize, &mut BTreeMap<String, Tensor<1>>),
+        mut report: impl FnMut(&StepReport) -> Result<()>,
+    ) -> Result<Outcome> {
         let Self { mut model, optimizer, rows, hyperparameters, plan, limit, device, compute_type, clock } = self;
         let autodiff = device.clone().autodiff();
         let mut working = in_compute_type(&model, compute_type);
@@ -215,6 +227,7 @@ impl Training<'_> {
                     Some(sum) => sum + loss,
                 });
             }
+            adjust(step, &mut gradients);
             let lr_multiplier = hyperparameters.lr_multiplier(progress);
             let schedule = Schedule {
                 lr_multiplier,
@@ -277,7 +290,7 @@ impl Training<'_> {
 }
 
 /// Adds up in float32, whatever type the parts have.
-fn accumulate(total: &mut BTreeMap<String, Tensor<1>>, part: BTreeMap<String, Tensor<1>>) {
+pub(crate) fn accumulate(total: &mut BTreeMap<String, Tensor<1>>, part: BTreeMap<String, Tensor<1>>) {
     for (name, gradient) in part {
         let sum = match total.remove(&name) {
             None if gradient.dtype() == DType::F32 => gradient,

@@ -1,7 +1,8 @@
 //! Golden values, through the code of `autoresearch verify`.
 
-use autoresearch::device::ComputeDevice;
+use crate::precision::cpus;
 use autoresearch::verify::{Check, Finding, Goldens};
+use burn::tensor::{Device, FloatDType};
 use safetensors::tensor::{SafeTensors, TensorView};
 use std::fs;
 use std::io::Write;
@@ -12,10 +13,21 @@ fn shipped() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden")
 }
 
-/// All comparisons and the cases that were left out.
+/// The types of matrix products that goldens are compared in.
+const COMPUTE_TYPES: [FloatDType; 2] = [FloatDType::F32, FloatDType::BF16];
+
+/// All comparisons and the cases that were left out, in float32 on the first device.
 fn verify(folder: &Path, corpus: Option<PathBuf>) -> (Vec<Check>, Vec<String>) {
-    let device = ComputeDevice::select("auto").unwrap().device;
-    let goldens = Goldens { folder: folder.to_path_buf(), corpus, device };
+    verify_on(cpus().remove(0), FloatDType::F32, folder, corpus)
+}
+
+fn verify_on(
+    device: Device,
+    compute_type: FloatDType,
+    folder: &Path,
+    corpus: Option<PathBuf>,
+) -> (Vec<Check>, Vec<String>) {
+    let goldens = Goldens { folder: folder.to_path_buf(), corpus, device, compute_type };
     let (mut checks, mut left_out) = (Vec::new(), Vec::new());
     let report = |finding| match finding {
         Finding::Compared(check) => checks.push(check),
@@ -55,12 +67,15 @@ pub fn copy_shipped(names: &[&str], folder: &Path) {
 }
 
 #[test]
-fn the_shipped_goldens_are_met() {
-    let (checks, left_out) = verify(&shipped(), None);
-    assert!(failures(&checks).is_empty(), "{:#?}", failures(&checks));
-    assert!(left_out.is_empty(), "{left_out:?}");
-    for case in ["model-gqa", "model-gqa-optim", "muon"] {
-        assert!(checks.iter().any(|check| check.case == case), "nothing of {case} was compared");
+fn the_shipped_goldens_are_met_in_both_types_on_every_cpu_backend() {
+    for (device, compute_type) in cpus().into_iter().flat_map(|device| COMPUTE_TYPES.map(|kind| (device.clone(), kind)))
+    {
+        let (checks, left_out) = verify_on(device.clone(), compute_type, &shipped(), None);
+        assert!(failures(&checks).is_empty(), "{device:?}, {compute_type:?}: {:#?}", failures(&checks));
+        assert!(left_out.is_empty(), "{left_out:?}");
+        for case in ["model-gqa", "model-gqa-optim", "muon"] {
+            assert!(checks.iter().any(|check| check.case == case), "nothing of {case} was compared");
+        }
     }
 }
 
@@ -73,13 +88,43 @@ fn further_goldens_are_met_where_autoresearch_golden_and_autoresearch_corpus_nam
         return;
     };
     let has_corpus = corpus.is_some();
-    let (checks, left_out) = verify(&golden, corpus);
-    for case in &left_out {
-        note(&format!("left out: {case} (AUTORESEARCH_CORPUS is not set)"));
+    for (device, compute_type) in cpus().into_iter().flat_map(|device| COMPUTE_TYPES.map(|kind| (device.clone(), kind)))
+    {
+        let (checks, left_out) = verify_on(device.clone(), compute_type, &golden, corpus.clone());
+        for case in &left_out {
+            note(&format!("left out: {case} (AUTORESEARCH_CORPUS is not set)"));
+        }
+        assert!(failures(&checks).is_empty(), "{device:?}, {compute_type:?}: {:#?}", failures(&checks));
+        assert!(!checks.is_empty() || !left_out.is_empty());
+        assert!(left_out.is_empty() || !has_corpus, "{left_out:?}");
     }
-    assert!(failures(&checks).is_empty(), "{:#?}", failures(&checks));
-    assert!(!checks.is_empty() || !left_out.is_empty());
-    assert!(left_out.is_empty() || !has_corpus, "{left_out:?}");
+}
+
+#[test]
+fn a_bf16_model_that_lacks_a_factor_fails_in_bf16() {
+    // The weights of one matrix a tenth too large: what a missing factor or a wrong scale amounts to.
+    let folder = tempfile::tempdir().unwrap();
+    copy_shipped(&["model-gqa.json", "model-gqa.safetensors"], folder.path());
+    let matrix = "param/transformer.h.1.mlp.c_proj.weight";
+    change_tensor(&folder.path().join("model-gqa.safetensors"), matrix, |bytes, shape| {
+        let scaled = bytes.chunks_exact(4).flat_map(|value| {
+            let value = f32::from_le_bytes(value.try_into().unwrap());
+            (value * 1.1).to_le_bytes()
+        });
+        (scaled.collect(), shape)
+    });
+    for device in cpus() {
+        let (checks, _) = verify_on(device, FloatDType::BF16, folder.path(), None);
+        let failed = checks.iter().filter(|check| !check.passed()).map(|check| check.quantity.as_str());
+        assert!(failed.collect::<Vec<_>>().contains(&"logits"), "{checks:#?}");
+    }
+}
+
+#[test]
+fn a_compute_type_without_tolerances_is_refused() {
+    let goldens = Goldens { folder: shipped(), corpus: None, device: cpus().remove(0), compute_type: FloatDType::F16 };
+    let message = goldens.verify(|_| ()).unwrap_err().to_string();
+    assert!(message.contains("F16") && message.contains("; hint: "), "{message}");
 }
 
 #[test]

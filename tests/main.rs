@@ -13,6 +13,8 @@ mod linking;
 mod model;
 // The optimizer: update rules, groups, types.
 mod optimizer;
+// Types: what is kept and computed in bfloat16, what in float32.
+mod precision;
 // The script that sets libtorch up.
 #[cfg(target_os = "linux")]
 mod setup_libtorch;

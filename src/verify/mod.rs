@@ -9,6 +9,7 @@ mod muon;
 mod packing;
 mod run;
 mod tokenizer;
+mod tolerances;
 
 use crate::checkpoint::TensorFile;
 use crate::config::Profile;
@@ -16,11 +17,12 @@ use crate::data::documents::{Documents, Split};
 use crate::data::prepared::folder_documents;
 use crate::model::Hyperparameters;
 use anyhow::{Context, Result, anyhow, bail, ensure};
-use burn::tensor::{Device, TensorData};
+use burn::tensor::{Device, FloatDType, TensorData};
 use serde::de::DeserializeOwned;
 use std::fmt;
 use std::path::PathBuf;
 use tempfile::TempDir;
+use tolerances::Tolerances;
 
 /// The goldens in `tests/golden/`.
 const BUILT_IN: [(&str, &[u8]); 5] = [
@@ -146,14 +148,17 @@ pub struct Goldens {
     pub corpus: Option<PathBuf>,
     /// Where to compute.
     pub device: Device,
+    /// Type of embeddings, activations and matrix products: float32 as the goldens, or bfloat16 with wider tolerances.
+    pub compute_type: FloatDType,
 }
 
 impl Goldens {
     /// Runs every case and calls `report` with what comes of it, a case at a time.
     ///
     /// # Errors
-    /// If the folder cannot be read or holds no goldens.
+    /// If the folder cannot be read or holds no goldens, or there are no tolerances for the compute type.
     pub fn verify(&self, mut report: impl FnMut(Finding)) -> Result<()> {
+        let tolerances = Tolerances::of(self.compute_type)?;
         for case in self.cases()? {
             let Some(kind) = Kind::of(&case) else {
                 let reason =
@@ -165,7 +170,7 @@ impl Goldens {
                 report(Finding::LeftOut { case, reason: "it needs the corpus; hint: --corpus names its folder" });
                 continue;
             }
-            match self.run(kind, &case) {
+            match self.run(kind, &case, tolerances) {
                 Ok(checks) => checks.into_iter().map(Finding::Compared).for_each(&mut report),
                 Err(error) => report(Finding::Unusable(unusable(&case, &error))),
             }
@@ -193,13 +198,13 @@ impl Goldens {
         Ok(cases)
     }
 
-    fn run(&self, kind: Kind, case: &str) -> Result<Vec<Check>> {
+    fn run(&self, kind: Kind, case: &str, tolerances: &Tolerances) -> Result<Vec<Check>> {
         let checks = match kind {
             Kind::Tokenizer => tokenizer::checks(self, case),
             Kind::Packing => packing::checks(self, case),
-            Kind::Run => run::checks(self, case),
-            Kind::Model => model::checks(self, case),
-            Kind::Muon => muon::checks(self, case),
+            Kind::Run => run::checks(self, case, tolerances),
+            Kind::Model => model::checks(self, case, tolerances),
+            Kind::Muon => muon::checks(self, case, tolerances),
         }?;
         ensure!(!checks.is_empty(), "it holds nothing to compare");
         Ok(checks)

@@ -1,9 +1,10 @@
 //! `muon*`: single Muon steps.
 
+use super::tolerances::Tolerances;
 use super::{Check, Goldens, relative_error};
 use crate::optim::{Muon, muon_update};
 use anyhow::{Result, bail, ensure};
-use burn::tensor::{DType, FloatDType, Tensor, TensorData};
+use burn::tensor::{DType, Tensor, TensorData};
 use serde::Deserialize;
 use std::collections::BTreeMap;
 
@@ -16,7 +17,7 @@ struct Case {
     ns_steps: usize,
 }
 
-pub(super) fn checks(goldens: &Goldens, name: &str) -> Result<Vec<Check>> {
+pub(super) fn checks(goldens: &Goldens, name: &str, tolerances: &Tolerances) -> Result<Vec<Check>> {
     let cases: BTreeMap<String, Case> = goldens.json(name)?;
     let file = goldens.tensors(name)?;
     let mut checks = Vec::new();
@@ -36,8 +37,9 @@ pub(super) fn checks(goldens: &Goldens, name: &str) -> Result<Vec<Check>> {
             ensure!(found[..] == expected, "'{case}/{quantity}' must have the shape {expected:?}, found {found:?}");
             Ok(Tensor::from_data(data.clone(), (&goldens.device, DType::F32)))
         };
+        let before = tensor("params", shape)?;
         let update = muon_update(
-            tensor("params", shape)?,
+            before.clone(),
             tensor("grads", shape)?,
             tensor("momentum", shape)?,
             tensor("second_momentum", variance_shape)?,
@@ -46,19 +48,23 @@ pub(super) fn checks(goldens: &Goldens, name: &str) -> Result<Vec<Check>> {
                 momentum: settings.momentum,
                 weight_decay: settings.weight_decay,
                 beta2: settings.beta2,
-                compute_type: FloatDType::F32,
+                compute_type: goldens.compute_type,
             },
         );
-        let found: [(&str, TensorData); 4] = [
-            ("orthogonal", update.orthogonal.into_data()),
-            ("params_after", update.parameters.into_data()),
-            ("momentum_after", update.momentum.into_data()),
-            ("second_momentum_after", update.variance.into_data()),
-        ];
-        for (quantity, found) in found {
-            let error = relative_error(&found, file.get(&format!("{case}/{quantity}"))?)?;
-            checks.push(Check::new(name, format!("{case} {quantity}"), error, 1e-4));
-        }
+        let golden = |quantity: &str| file.get(&format!("{case}/{quantity}"));
+        let mut check = |quantity: &str, found: TensorData, golden: &TensorData, tolerance| -> Result<()> {
+            let error = relative_error(&found, golden)?;
+            checks.push(Check::new(name, format!("{case} {quantity}"), error, tolerance));
+            Ok(())
+        };
+        check("orthogonal", update.orthogonal.into_data(), golden("orthogonal")?, tolerances.muon_orthogonal)?;
+        // A step is a few hundredths of the parameters: compared with them, a wrong one would hardly show.
+        let step = update.parameters - before.clone();
+        let golden_step = (tensor("params_after", shape)? - before).into_data();
+        check("params_after", step.into_data(), &golden_step, tolerances.muon_parameters)?;
+        check("momentum_after", update.momentum.into_data(), golden("momentum_after")?, tolerances.muon_momentum)?;
+        let variance = golden("second_momentum_after")?;
+        check("second_momentum_after", update.variance.into_data(), variance, tolerances.muon_variance)?;
     }
     Ok(checks)
 }
