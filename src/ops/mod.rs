@@ -270,7 +270,7 @@ pub fn embedding(weight: Tensor<2>, tokens: Tensor<2, Int>) -> Tensor<3> {
     Tensor::from_dispatch(Dispatch::embed(weight.into_dispatch(), tokens.into_dispatch()))
 }
 
-/// Parameter-free root-mean-square normalisation over the last axis: x / sqrt(mean(x²) + ε), ε = machine epsilon of x's type.
+/// Parameter-free root-mean-square normalisation over the last axis: x / sqrt(mean(x²) + ε), ε = 2⁻²³.
 ///
 /// Source: Zhang & Sennrich 2019, "Root Mean Square Layer Normalization", without the gain.
 ///

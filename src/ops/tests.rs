@@ -296,6 +296,13 @@ fn the_fast_bodies_agree_with_the_portable_ones() {
 }
 
 #[test]
+fn small_rows_are_normalised_in_half_precision_too() {
+    let x = Tensor::<2>::full([1, 16], 2f64.powi(-6), &Device::flex()).cast(DType::BF16);
+    let error = (rms_norm(x).cast(DType::F32) - 1.0).abs().max().into_scalar::<f32>();
+    assert!(error < 1e-2, "{error}");
+}
+
+#[test]
 fn half_precision_keeps_its_type() {
     let device = Device::flex();
     let x = Tensor::<3>::from_data(random(&[2, 3, 16], 1), &device);

@@ -3,6 +3,7 @@
 //! They do in one pass over memory what takes libtorch several. [`of`] says whether they can be had for some tensors;
 //! where they cannot, the portable bodies are right too.
 
+use super::super::portable::RMS_NORM_EPSILON;
 use super::driver::{Argument, Driver, Function};
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
@@ -113,7 +114,7 @@ impl Kernels {
     }
 
     /// See `ops::rms_norm`: the output and 1 / rms of each row.
-    pub fn rms_norm_forward(&self, x: &Tensor, eps: f64) -> (Tensor, Tensor) {
+    pub fn rms_norm_forward(&self, x: &Tensor) -> (Tensor, Tensor) {
         let (rows, vectors) = rows(x);
         let (y, inverse_rms) = (x.empty_like(), Tensor::empty([rows], (Kind::Float, x.device())));
         let split = RowSplit::new(rows, vectors);
@@ -124,7 +125,7 @@ impl Kernels {
             Argument::Long(rows),
             Argument::Int(vectors),
             Argument::Int(split.width),
-            Argument::Float(eps as f32),
+            Argument::Float(RMS_NORM_EPSILON as f32),
         ];
         self.launch("rms_norm_forward", split.blocks, THREADS, &arguments);
         (y, inverse_rms)
@@ -151,7 +152,7 @@ impl Kernels {
     /// See `ops::rotary_rms_norm`: the output and 1 / rms of each head.
     ///
     /// `x` `[b, t, h, d]`, `cos` and `sin` `[t, d / 2]`.
-    pub fn rotary_rms_norm_forward(&self, x: &Tensor, cos: &Tensor, sin: &Tensor, eps: f64) -> (Tensor, Tensor) {
+    pub fn rotary_rms_norm_forward(&self, x: &Tensor, cos: &Tensor, sin: &Tensor) -> (Tensor, Tensor) {
         let (rows, vectors) = rows(x);
         let (y, inverse_rms) = (x.empty_like(), Tensor::empty([rows], (Kind::Float, x.device())));
         let split = RowSplit::new(rows, vectors / 2);
@@ -167,7 +168,7 @@ impl Kernels {
             times,
             Argument::Int(vectors / 2),
             Argument::Int(split.width),
-            Argument::Float(eps as f32),
+            Argument::Float(RMS_NORM_EPSILON as f32),
         ];
         self.launch("rotary_rms_norm_forward", split.blocks, THREADS, &arguments);
         (y, inverse_rms)

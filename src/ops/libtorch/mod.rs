@@ -11,7 +11,6 @@ mod upload;
 
 use super::{AttentionState, FusedOps, Kernels, MixState, portable};
 use burn::backend::LibTorch;
-use burn::backend::TensorMetadata;
 use burn::backend::ops::FloatTensorOps;
 use burn_tch::TchTensor;
 use tch::{Kind, Tensor};
@@ -27,10 +26,6 @@ pub enum RmsNormState {
     Output { y: TchTensor, inverse_rms: TchTensor },
     /// The input, for the portable body.
     Input(TchTensor),
-}
-
-fn epsilon(x: &TchTensor) -> f64 {
-    portable::epsilon(x.dtype())
 }
 
 impl FusedOps for LibTorch {
@@ -134,7 +129,7 @@ impl Kernels for LibTorch {
     fn rms_norm_forward(x: TchTensor) -> (TchTensor, RmsNormState) {
         let plain = x.tensor.contiguous();
         match kernels::of(&[&plain]) {
-            Some(kernels) => output_state(kernels.rms_norm_forward(&plain, epsilon(&x))),
+            Some(kernels) => output_state(kernels.rms_norm_forward(&plain)),
             None => (portable::rms_norm::<Self>(x.clone()), RmsNormState::Input(x)),
         }
     }
@@ -155,9 +150,7 @@ impl Kernels for LibTorch {
     fn rotary_rms_norm_forward(x: TchTensor, cos: TchTensor, sin: TchTensor) -> (TchTensor, RmsNormState) {
         let plain = x.tensor.contiguous();
         match kernels::of(&[&plain, &cos.tensor, &sin.tensor]) {
-            Some(kernels) => {
-                output_state(kernels.rotary_rms_norm_forward(&plain, &cos.tensor, &sin.tensor, epsilon(&x)))
-            }
+            Some(kernels) => output_state(kernels.rotary_rms_norm_forward(&plain, &cos.tensor, &sin.tensor)),
             None => Self::rms_norm_forward(Self::rotary(x, cos, sin)),
         }
     }

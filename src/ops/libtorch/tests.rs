@@ -46,15 +46,9 @@ fn rows_agree_with_the_portable_bodies() {
         for shape in [[1i64, 3, 2, 16], [2, 37, 3, 64], [2, 8, 4, 128], [1, 5, 1, 520], [1, 70, 2, 12]] {
             let what = format!("{device:?} {kind:?} {shape:?}");
             let (x, grad) = (random(&shape, (kind, device)), random(&shape, (kind, device)));
-            let eps = portable::epsilon(burn(&x).dtype());
-            // The epsilon belongs to the type.
-            let expected_norm = |x: &TchTensor| {
-                let mean = x.tensor.square().mean_dim(-1i64, true, Kind::Float);
-                TchTensor::new(&x.tensor / (mean + eps).sqrt())
-            };
             let (out, state) = LibTorch::rms_norm_forward(burn(&x));
-            assert_close(&out, &expected_norm(&wide(&x)), largest, &format!("rms_norm {what}"));
-            let expected = rms_norm_backward_of(&wide(&x), &wide(&grad), eps);
+            assert_close(&out, &portable::rms_norm::<LibTorch>(wide(&x)), largest, &format!("rms_norm {what}"));
+            let expected = portable::rms_norm_backward::<LibTorch>(wide(&x), wide(&grad));
             let found = LibTorch::rms_norm_backward(state, burn(&grad));
             assert_close(&found, &expected, largest, &format!("rms_norm_backward {what}"));
 
@@ -63,8 +57,13 @@ fn rows_agree_with_the_portable_bodies() {
             let (out, state) = LibTorch::rotary_rms_norm_forward(burn(&x), burn(&cos), burn(&sin));
             let rotated = portable::rotary::<LibTorch>(wide(&x), wide(&cos), wide(&sin));
             // cos² + sin² of rounded angles is not quite 1, which the kernel takes it for.
-            assert_close(&out, &expected_norm(&rotated), largest, &format!("rotary_rms_norm {what}"));
-            let inner = rms_norm_backward_of(&rotated, &wide(&grad), eps);
+            assert_close(
+                &out,
+                &portable::rms_norm::<LibTorch>(rotated.clone()),
+                largest,
+                &format!("rotary_rms_norm {what}"),
+            );
+            let inner = portable::rms_norm_backward::<LibTorch>(rotated, wide(&grad));
             let expected = portable::rotary::<LibTorch>(inner, wide(&cos), LibTorch::float_neg(wide(&sin)));
             let found = LibTorch::rotary_rms_norm_backward(state, burn(&cos), burn(&sin), burn(&grad));
             assert_close(&found, &expected, largest, &format!("rotary_rms_norm_backward {what}"));
@@ -86,13 +85,6 @@ fn rows_agree_with_the_portable_bodies() {
             assert_close(&found, &expected, largest, &format!("squared_relu_backward {what}"));
         }
     }
-}
-
-fn rms_norm_backward_of(x: &TchTensor, grad: &TchTensor, eps: f64) -> TchTensor {
-    let (x, grad) = (&x.tensor, &grad.tensor);
-    let scale = (x.square().mean_dim(-1i64, true, Kind::Float) + eps).rsqrt();
-    let mean = (grad * x).mean_dim(-1i64, true, Kind::Float);
-    TchTensor::new(grad * &scale - x * scale.pow_tensor_scalar(3) * mean)
 }
 
 #[test]
