@@ -141,7 +141,7 @@ fn token_losses(model: &Gpt, input: Tensor<2, Int>, targets: Tensor<2, Int>, voc
     let hidden = model.hidden(input);
     let [b, t, c] = hidden.dims();
     let (hidden, targets) = (hidden.reshape([b * t, c]), targets.reshape([b * t]));
-    let mut losses = Vec::with_capacity(b * t);
+    let mut losses = Vec::new();
     let chunk = (CHUNK_LOGITS / vocab_size).max(1);
     for start in (0..b * t).step_by(chunk) {
         let end = (start + chunk).min(b * t);
@@ -153,8 +153,8 @@ fn token_losses(model: &Gpt, input: Tensor<2, Int>, targets: Tensor<2, Int>, voc
                 end - start
             );
         }
-        let values = ops::cross_entropy(logits, targets.clone().narrow(0, start, end - start)).into_data_as::<f32>();
-        losses.extend(values.iter::<f32>());
+        losses.push(ops::cross_entropy(logits, targets.clone().narrow(0, start, end - start)));
     }
-    Ok(losses)
+    // Read all at once: a device need not be waited for after each chunk.
+    Ok(Tensor::cat(losses, 0).into_data_as::<f32>().iter::<f32>().collect())
 }
