@@ -54,7 +54,7 @@ pub struct Compiler {
 }
 
 /// How a thread is told which device its launches go to.
-enum Context {
+enum Selector {
     Cuda {
         retain: unsafe extern "C" fn(*mut Handle, c_int) -> c_int,
         set_current: unsafe extern "C" fn(Handle) -> c_int,
@@ -65,13 +65,26 @@ enum Context {
     },
 }
 
+/// A device, as launches name it.
+#[derive(Clone, Copy)]
+pub struct Place {
+    device: c_int,
+    /// CUDA's primary context of the device, which libtorch uses too.
+    context: Handle,
+}
+
+// SAFETY: the handle names something in the driver, which may be used from every thread.
+unsafe impl Send for Place {}
+// SAFETY: as above.
+unsafe impl Sync for Place {}
+
 /// The functions of one maker.
 pub struct Driver {
     compiler: Compiler,
     load_module: LoadModule,
     get_function: GetFunction,
     launch: Launch,
-    context: Context,
+    selector: Selector,
     _libraries: Arc<[Library]>,
 }
 
@@ -192,7 +205,7 @@ impl Driver {
                 load_module: symbol(&libraries, "cuModuleLoadData")?,
                 get_function: symbol(&libraries, "cuModuleGetFunction")?,
                 launch: symbol(&libraries, "cuLaunchKernel")?,
-                context: Context::Cuda {
+                selector: Selector::Cuda {
                     retain: symbol(&libraries, "cuDevicePrimaryCtxRetain")?,
                     set_current: symbol(&libraries, "cuCtxSetCurrent")?,
                     attribute: symbol(&libraries, "cuDeviceGetAttribute")?,
@@ -212,31 +225,37 @@ impl Driver {
                 load_module: symbol(&libraries, "hipModuleLoadData")?,
                 get_function: symbol(&libraries, "hipModuleGetFunction")?,
                 launch: symbol(&libraries, "hipModuleLaunchKernel")?,
-                context: Context::Hip { set_device: symbol(&libraries, "hipSetDevice")? },
+                selector: Selector::Hip { set_device: symbol(&libraries, "hipSetDevice")? },
                 _libraries: libraries,
             })
         }
     }
 
-    /// Makes `device` the one that this thread's launches go to.
+    /// The device of the number `device`.
     ///
     /// # Errors
     /// If the driver refuses.
-    pub fn enter(&self, device: i32) -> Result<(), String> {
-        // SAFETY: out-pointers are valid; the primary context is never released, as libtorch holds it too.
+    pub fn place(&self, device: i32) -> Result<Place, String> {
+        let mut context = null_mut();
+        if let Selector::Cuda { retain, .. } = &self.selector {
+            // SAFETY: the out-pointer is valid; the context is never released, as libtorch holds it too.
+            check("cuDevicePrimaryCtxRetain", unsafe { retain(&mut context, device) })?;
+        }
+        Ok(Place { device, context })
+    }
+
+    /// Makes `place` the one that this thread's launches go to.
+    fn enter(&self, place: Place) -> Result<(), String> {
+        // SAFETY: the place is one of this driver's.
         unsafe {
-            match &self.context {
-                Context::Cuda { retain, set_current, .. } => {
-                    let mut context = null_mut();
-                    check("cuDevicePrimaryCtxRetain", retain(&mut context, device))?;
-                    check("cuCtxSetCurrent", set_current(context))
-                }
-                Context::Hip { set_device } => check("hipSetDevice", set_device(device)),
+            match &self.selector {
+                Selector::Cuda { set_current, .. } => check("cuCtxSetCurrent", set_current(place.context)),
+                Selector::Hip { set_device } => check("hipSetDevice", set_device(place.device)),
             }
         }
     }
 
-    /// Compiles `source` for `device` and loads it; gives its kernels by `names`.
+    /// Compiles `source` for `place` and loads it; gives its kernels by `names`.
     ///
     /// # Errors
     /// The compiler's log, or what the driver refuses.
@@ -244,11 +263,12 @@ impl Driver {
         &self,
         source: &str,
         options: &[&str],
-        device: i32,
+        place: Place,
         names: &[&'static str],
     ) -> Result<Vec<Function>, String> {
         let mut options: Vec<CString> = options.iter().map(|option| c_string(option)).collect::<Result<_, _>>()?;
-        options.extend(self.architecture(device)?);
+        self.enter(place)?;
+        options.extend(self.architecture(place.device)?);
         let code = self.compiler.compile(source, &options)?;
         let mut module = null_mut();
         // SAFETY: the code is the compiler's, out-pointers are valid and the names end with a zero.
@@ -267,7 +287,7 @@ impl Driver {
 
     /// The option that names `device`'s architecture; HIPRTC takes the current device's without one.
     fn architecture(&self, device: i32) -> Result<Option<CString>, String> {
-        let Context::Cuda { attribute, .. } = &self.context else { return Ok(None) };
+        let Selector::Cuda { attribute, .. } = &self.selector else { return Ok(None) };
         let mut capability = [0; 2];
         for (value, number) in capability.iter_mut().zip(COMPUTE_CAPABILITY) {
             // SAFETY: the out-pointer is valid.
@@ -276,17 +296,19 @@ impl Driver {
         c_string(&format!("--gpu-architecture=sm_{}{}", capability[0], capability[1])).map(Some)
     }
 
-    /// Starts `function` on the default stream, where libtorch computes too.
+    /// Starts `function` on the default stream of `place`, where libtorch computes too.
     ///
     /// # Safety
-    /// Arguments must be those of the kernel, and every pointer memory of the thread's device that is large enough.
+    /// Arguments must be those of the kernel, and every pointer memory of `place` that is large enough.
     pub unsafe fn launch(
         &self,
+        place: Place,
         function: Function,
         blocks: u32,
         threads: u32,
         arguments: &[Argument],
     ) -> Result<(), String> {
+        self.enter(place)?;
         let mut slots: Vec<u64> = arguments.iter().map(|argument| argument.slot()).collect();
         let mut pointers: Vec<*mut c_void> = slots.iter_mut().map(|slot| (slot as *mut u64).cast()).collect();
         // SAFETY: the caller's; the driver copies the arguments before it returns.

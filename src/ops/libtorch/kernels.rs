@@ -4,7 +4,7 @@
 //! where they cannot, the portable bodies are right too.
 
 use super::super::portable::RMS_NORM_EPSILON;
-use super::driver::{Argument, Driver, Function};
+use super::driver::{Argument, Driver, Function, Place};
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Instant;
@@ -43,7 +43,7 @@ pub const NAMES: [&str; 15] = [
 /// The kernels for one device and element type.
 pub struct Kernels {
     driver: &'static Driver,
-    device: i32,
+    place: Place,
     functions: HashMap<&'static str, Function>,
 }
 
@@ -88,27 +88,19 @@ fn driver() -> Result<&'static Driver, String> {
 
 impl Kernels {
     fn build(device: usize, kind: Kind) -> Result<Self, String> {
-        let (driver, device) = (driver()?, device as i32);
-        driver.enter(device)?;
+        let driver = driver()?;
+        let place = driver.place(device as i32)?;
         let options: &[&str] = if kind == Kind::BFloat16 { &["-DELEMENT_BF16"] } else { &[] };
         let start = Instant::now();
-        let functions = driver.build(SOURCE, options, device, &NAMES)?;
+        let functions = driver.build(SOURCE, options, place, &NAMES)?;
         tracing::debug!("compiled the kernels for {kind:?} in {:.2?}", start.elapsed());
-        Ok(Self { driver, device, functions: NAMES.into_iter().zip(functions).collect() })
+        Ok(Self { driver, place, functions: NAMES.into_iter().zip(functions).collect() })
     }
 
     fn launch(&self, name: &str, blocks: u64, threads: u32, arguments: &[Argument]) {
-        thread_local! {
-            static ENTERED: std::cell::Cell<Option<i32>> = const { std::cell::Cell::new(None) };
-        }
-        let enter = || match ENTERED.get() == Some(self.device) {
-            true => Ok(()),
-            false => self.driver.enter(self.device).map(|()| ENTERED.set(Some(self.device))),
-        };
-        let launched = enter().and_then(|()| {
-            let blocks = u32::try_from(blocks).map_err(|_| format!("{blocks} blocks are too many"))?;
+        let launched = u32::try_from(blocks).map_err(|_| format!("{blocks} blocks are too many")).and_then(|blocks| {
             // SAFETY: the functions below give each kernel what it declares, over tensors that `of` has looked at.
-            unsafe { self.driver.launch(self.functions[name], blocks, threads, arguments) }
+            unsafe { self.driver.launch(self.place, self.functions[name], blocks, threads, arguments) }
         });
         launched.unwrap_or_else(|problem| panic!("{name}: {problem}"));
     }
