@@ -43,8 +43,9 @@ mod libtorch {
         let include = root.join("include");
         link::check_layout(&lib, &include)?;
 
-        compile(&include);
-        if let Some(part) = link::gpu_part(&lib) {
+        let part = link::gpu_part(&lib);
+        compile(&include, part.as_ref().is_some_and(|part| part.name == "hip"));
+        if let Some(part) = part {
             println!("cargo::rustc-cfg=libtorch_gpu=\"{}\"", part.name);
         }
         // For tests, which look for the compilers of kernels beside it.
@@ -55,11 +56,15 @@ mod libtorch {
         Ok(())
     }
 
-    fn compile(include: &Path) {
+    fn compile(include: &Path, is_hip: bool) {
         for source in SOURCES {
             println!("cargo::rerun-if-changed={source}");
         }
-        cc::Build::new()
+        let mut build = cc::Build::new();
+        if is_hip {
+            build.define("AUTORESEARCH_HIP", None);
+        }
+        build
             .cpp(true)
             .std("c++17")
             .warnings(false)

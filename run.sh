@@ -13,11 +13,16 @@ run() {
 }
 
 autoresearch=(cargo run --release --features tch --)
-train=(train --config configs/halo.toml)
+train=(train)
+[[ " $* " == *" --config"* ]] || train+=(--config configs/halo.toml)
 # Not 'auto': on this machine, training on the CPU because the GPU is not usable would be a mistake.
 [[ " $* " == *" --device"* ]] || train+=(--device libtorch)
 
-[ -n "${LIBTORCH:-}" ] || grep -qs LIBTORCH .cargo/config.toml || run scripts/setup-libtorch
+# It only looks whether all is there, if it has been run before; another's settings are left alone.
+mark='# Written by scripts/setup-libtorch.'
+if [ -z "${LIBTORCH:-}" ] && { [ ! -e .cargo/config.toml ] || [ "$(head -n 1 .cargo/config.toml)" = "$mark" ]; }; then
+  run scripts/setup-libtorch
+fi
 # With data of one's own choice, 'train' says what to do if it is not prepared.
 if [[ " $* " != *" --dataset"* && " $* " != *" --cache-dir"* ]] &&
   [ ! -e "${AUTORESEARCH_CACHE_DIR:-$HOME/.cache/autoresearch}/climbmix/prepared.json" ]; then

@@ -132,7 +132,9 @@ fn rocm_libraries(lib: &Path, part: &GpuPart, folders: &[PathBuf]) -> Result<Vec
     if folders.is_empty() {
         return Ok(found);
     }
-    for name in COMMON.iter().chain(&part.libraries) {
+    // The last needs ROCm's compiler, which makes the kernels; not every libtorch has it.
+    let run_time_compiler = Some(&"caffe2_nvrtc").filter(|name| library(lib, name).exists());
+    for name in COMMON.iter().chain(&part.libraries).chain(run_time_compiler) {
         for needed in dynamic_entries(&library(lib, name), "NEEDED")? {
             let file = folders.iter().map(|folder| folder.join(&needed)).find(|file| file.exists());
             found.extend(file.map(|file| file.display().to_string()).filter(|file| !found.contains(file)));

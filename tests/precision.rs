@@ -7,7 +7,7 @@ use autoresearch::data::packing::Passes;
 use autoresearch::device::ComputeDevice;
 use autoresearch::model::{Gpt, Hyperparameters};
 use autoresearch::optim::{AdamW, Muon, MuonAdamW, adamw_update, muon_update};
-use autoresearch::parameters::{in_compute_type, parameters, take_gradients};
+use autoresearch::parameters::{in_compute_type, parameters, take_gradients, with_values};
 use autoresearch::train::{BatchPlan, Limit, MonotonicClock, Training};
 use burn::module::{Module, ModuleVisitor, Param};
 use burn::tensor::{DType, Device, FloatDType, Int, Tensor, TensorData};
@@ -241,10 +241,31 @@ fn muon_steps_of_mixed_types_keep_every_tensor_in_its_type() {
 
 // Training.
 
+/// `model` with output projections that are not zero: the scalars' first gradients are nought else, and what rounding makes
+/// of them decides on their first step.
+fn with_output_projections(model: Gpt) -> Gpt {
+    let projections = parameters(&model).into_iter().filter(|parameter| parameter.name.ends_with("c_proj.weight"));
+    let values = projections.map(|parameter| {
+        let elements: Vec<f32> = (0..parameter.value.dims()[0]).map(|i| 0.05 * (i as f32 * 1.7).sin()).collect();
+        let value = Tensor::<1>::from_data(elements.as_slice(), &parameter.value.device());
+        (parameter.name, value)
+    });
+    let values = values.collect();
+    with_values(model, values)
+}
+
 fn train(device: &Device, compute_type: FloatDType, steps: usize) -> (Gpt, Vec<f64>) {
+    // Calmer than usual: what is to be seen is rounding, not what training makes of it.
     let usual = Hyperparameters::for_profile(Profile::Cpu);
-    let hyperparameters = Hyperparameters { device_batch_size: 4, total_batch_size: 128, ..usual };
-    let model = Gpt::new(&small(), compute_type, 1, &device.clone().autodiff());
+    let hyperparameters = Hyperparameters {
+        device_batch_size: 4,
+        total_batch_size: 128,
+        embedding_lr: 0.06,
+        scalar_lr: 0.05,
+        matrix_lr: 0.01,
+        ..usual
+    };
+    let model = with_output_projections(Gpt::new(&small(), compute_type, 1, &device.clone().autodiff()));
     let groups = hyperparameters.parameter_groups(&model);
     let plan = BatchPlan::new(&hyperparameters, small().sequence_len).unwrap();
     let mut losses = Vec::new();
@@ -278,6 +299,6 @@ fn training_in_bf16_follows_training_in_float32_and_keeps_its_masters_in_float32
         let differences: Vec<f64> = exact.iter().zip(&low).map(|(a, b)| (a - b).abs()).collect();
         let mean = differences.iter().sum::<f64>() / STEPS as f64;
         assert!(differences[0] < 1e-3, "{device:?}: first losses {} and {}", exact[0], low[0]);
-        assert!(mean < 0.05, "{device:?}: mean difference {mean}, losses {low:?}, expected {exact:?}");
+        assert!(mean < 5e-3, "{device:?}: mean difference {mean}, losses {low:?}, expected {exact:?}");
     }
 }

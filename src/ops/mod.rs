@@ -17,6 +17,7 @@ use burn::backend::tensor::{FloatTensor, IntTensor};
 use burn::backend::{Backend, Dispatch, backend_extension};
 use burn::tensor::{DType, Device, FloatDType, Int, Tensor};
 use std::fmt::Debug;
+use std::thread::JoinHandle;
 
 /// The operations as burn's runtime dispatch sees them; each default body is the portable one.
 #[backend_extension(
@@ -101,9 +102,9 @@ pub trait FusedOps: Backend {
         portable::cross_entropy::<Self>(logits, targets)
     }
 
-    /// See [`warm_up`]; `place` is some tensor on the device, and comes back.
-    fn warm_up(place: FloatTensor<Self>) -> FloatTensor<Self> {
-        place
+    /// See [`WarmUp`]; `sample` is a small matrix on the device, and comes back.
+    fn warm_up(sample: FloatTensor<Self>) -> FloatTensor<Self> {
+        sample
     }
 
     /// See [`upload`]; `place` is some tensor on the device.
@@ -248,10 +249,27 @@ mod cube {
     }
 }
 
-/// Starts, in the background, what takes a moment before the first operations on `device` in `compute_type`.
-pub fn warm_up(device: &Device, compute_type: FloatDType) {
-    let place = Tensor::<1>::empty([1], (device, DType::from(compute_type)));
-    drop(Tensor::<1>::from_dispatch(Dispatch::warm_up(place.into_dispatch())));
+/// What takes a moment before the first operations on a device, done in the background.
+#[derive(Debug)]
+pub struct WarmUp(Option<JoinHandle<()>>);
+
+impl WarmUp {
+    /// Starts it for `device` and `compute_type`.
+    pub fn start(device: &Device, compute_type: FloatDType) -> Self {
+        let sample = Tensor::<2>::zeros([16, 16], (device, DType::from(compute_type)));
+        let work = move || drop(Tensor::<2>::from_dispatch(Dispatch::warm_up(sample.into_dispatch())));
+        // Without a thread the first step takes longer.
+        Self(std::thread::Builder::new().spawn(work).ok())
+    }
+}
+
+impl Drop for WarmUp {
+    /// Waits for it: a program that ends meanwhile would take the libraries away from under it.
+    fn drop(&mut self) {
+        if let Some(thread) = self.0.take() {
+            thread.join().ok();
+        }
+    }
 }
 
 /// What was chosen so far where an operation can be computed in several ways, one line a choice.
@@ -389,11 +407,12 @@ pub fn causal_attention(q: Tensor<4>, k: Tensor<4>, v: Tensor<4>, window: usize)
 /// `hidden` `[n, c]`, `weight` `[v, c]`, `targets` `[n]`, to `[1]` in float32.
 ///
 /// # Panics
-/// If the shapes differ from these.
+/// If the shapes differ from these, or the cap is not in (0, 64]: e to that power has to stay in float32's range.
 pub fn softcap_cross_entropy(hidden: Tensor<2>, weight: Tensor<2>, targets: Tensor<1, Int>, cap: f64) -> Tensor<1> {
     let ([n, c], [_, c_weight]) = (hidden.dims(), weight.dims());
     assert_eq!(c, c_weight, "softcap_cross_entropy: hidden has {c} channels, weight {c_weight}");
     assert_eq!(targets.dims(), [n], "softcap_cross_entropy: one target a row");
+    assert!(cap > 0.0 && cap <= 64.0, "softcap_cross_entropy: the cap must be above 0 and at most 64, found {cap}");
     Tensor::from_dispatch(Dispatch::softcap_cross_entropy(
         hidden.into_dispatch(),
         weight.into_dispatch(),

@@ -15,7 +15,7 @@ use crate::data::tales;
 use crate::device::ComputeDevice;
 use crate::eval::{ByteLengths, Evaluation, evaluate_bpb};
 use crate::model::{Gpt, GptConfig, Hyperparameters};
-use crate::ops;
+use crate::ops::{self, WarmUp};
 use crate::optim::MuonAdamW;
 use crate::output::say;
 use crate::parameters::{in_compute_type, parameters};
@@ -78,7 +78,7 @@ pub fn train(conditions: &Conditions) -> Result<PathBuf> {
     let Conditions { config, config_name, .. } = conditions;
     let compute = ComputeDevice::select(&config.device)?;
     let peak_flops = compute.peak_flops()?;
-    ops::warm_up(&compute.device, compute.compute_type);
+    let _warm_up = WarmUp::start(&compute.device, compute.compute_type);
     let hyperparameters = Hyperparameters::for_profile(config.profile);
     let plan = BatchPlan::new(&hyperparameters, config.sequence_len)?;
     let sizes = hyperparameters.architecture(config.sequence_len, config.vocab_size)?;

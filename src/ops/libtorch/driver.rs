@@ -50,12 +50,13 @@ pub struct Compiler {
     log_size: Size,
     log: Bytes,
     /// They stay loaded as long as their functions are here.
-    _libraries: Arc<[Library]>,
+    _libraries: Arc<Libraries>,
 }
 
 /// How a thread is told which device its launches go to.
 enum Selector {
     Cuda {
+        get_device: unsafe extern "C" fn(*mut c_int, c_int) -> c_int,
         retain: unsafe extern "C" fn(*mut Handle, c_int) -> c_int,
         set_current: unsafe extern "C" fn(Handle) -> c_int,
         attribute: unsafe extern "C" fn(*mut c_int, c_int, c_int) -> c_int,
@@ -85,7 +86,7 @@ pub struct Driver {
     get_function: GetFunction,
     launch: Launch,
     selector: Selector,
-    _libraries: Arc<[Library]>,
+    _libraries: Arc<Libraries>,
 }
 
 /// A kernel that is loaded on a device.
@@ -120,7 +121,7 @@ impl Argument {
 
 impl Compiler {
     /// NVRTC or, with the prefix `hiprtc`, HIPRTC; `code` is what they call a compiled program.
-    fn find(libraries: &Arc<[Library]>, prefix: &str, code: &str) -> Result<Self, String> {
+    fn find(libraries: &Arc<Libraries>, prefix: &str, code: &str) -> Result<Self, String> {
         let name = |function: &str| format!("{prefix}{function}");
         // SAFETY: the signatures are those of "NVRTC" and "HIP runtime compilation", which are alike.
         unsafe {
@@ -140,7 +141,7 @@ impl Compiler {
     ///
     /// # Errors
     /// If functions are missing.
-    pub fn cuda(libraries: &Arc<[Library]>) -> Result<Self, String> {
+    pub fn cuda(libraries: &Arc<Libraries>) -> Result<Self, String> {
         Self::find(libraries, "nvrtc", "CUBIN")
     }
 
@@ -148,7 +149,7 @@ impl Compiler {
     ///
     /// # Errors
     /// If functions are missing.
-    pub fn hip(libraries: &Arc<[Library]>) -> Result<Self, String> {
+    pub fn hip(libraries: &Arc<Libraries>) -> Result<Self, String> {
         Self::find(libraries, "hiprtc", "Code")
     }
 
@@ -197,7 +198,7 @@ impl Driver {
 
     fn cuda() -> Result<Self, String> {
         // libtorch's own door to both libraries: it knows where its NVRTC lies.
-        let libraries = libraries(&["libcaffe2_nvrtc.so", "libcuda.so.1"])?;
+        let libraries = libraries(&["libcaffe2_nvrtc.so", "libcuda.so.1"]);
         // SAFETY: the signatures are those of "CUDA Driver API".
         unsafe {
             Ok(Self {
@@ -206,6 +207,7 @@ impl Driver {
                 get_function: symbol(&libraries, "cuModuleGetFunction")?,
                 launch: symbol(&libraries, "cuLaunchKernel")?,
                 selector: Selector::Cuda {
+                    get_device: symbol(&libraries, "cuDeviceGet")?,
                     retain: symbol(&libraries, "cuDevicePrimaryCtxRetain")?,
                     set_current: symbol(&libraries, "cuCtxSetCurrent")?,
                     attribute: symbol(&libraries, "cuDeviceGetAttribute")?,
@@ -216,12 +218,15 @@ impl Driver {
     }
 
     fn hip() -> Result<Self, String> {
-        // The program links libtorch's HIP part, and that HIP itself; the compiler may be a library of its own.
-        let libraries = libraries(&["", "libcaffe2_nvrtc.so", "libamdhip64.so", "libhiprtc.so"])?;
+        // The program links libtorch's HIP part, and that HIP itself: another one beside it would not know its memory.
+        let libraries = libraries(&["", "libcaffe2_nvrtc.so"]);
+        // The compiler is mostly linked as well; from ROCm 6 on it is a library of its own.
+        let compiler = Compiler::hip(&libraries)
+            .or_else(|_| Compiler::hip(&self::libraries(&["libhiprtc.so.7", "libhiprtc.so.6", "libhiprtc.so"])))?;
         // SAFETY: the signatures are those of "HIP runtime API".
         unsafe {
             Ok(Self {
-                compiler: Compiler::hip(&libraries)?,
+                compiler,
                 load_module: symbol(&libraries, "hipModuleLoadData")?,
                 get_function: symbol(&libraries, "hipModuleGetFunction")?,
                 launch: symbol(&libraries, "hipModuleLaunchKernel")?,
@@ -231,15 +236,18 @@ impl Driver {
         }
     }
 
-    /// The device of the number `device`.
+    /// The device of the number `index`.
     ///
     /// # Errors
     /// If the driver refuses.
-    pub fn place(&self, device: i32) -> Result<Place, String> {
-        let mut context = null_mut();
-        if let Selector::Cuda { retain, .. } = &self.selector {
-            // SAFETY: the out-pointer is valid; the context is never released, as libtorch holds it too.
-            check("cuDevicePrimaryCtxRetain", unsafe { retain(&mut context, device) })?;
+    pub fn place(&self, index: i32) -> Result<Place, String> {
+        let (mut device, mut context) = (index, null_mut());
+        if let Selector::Cuda { get_device, retain, .. } = &self.selector {
+            // SAFETY: the out-pointers are valid; the context is never released, as libtorch holds it too.
+            unsafe {
+                check("cuDeviceGet", get_device(&mut device, index))?;
+                check("cuDevicePrimaryCtxRetain", retain(&mut context, device))?;
+            }
         }
         Ok(Place { device, context })
     }
@@ -262,7 +270,7 @@ impl Driver {
     pub fn build(
         &self,
         source: &str,
-        options: &[&str],
+        options: &[String],
         place: Place,
         names: &[&'static str],
     ) -> Result<Vec<Function>, String> {
@@ -320,32 +328,41 @@ impl Driver {
     }
 }
 
+/// Libraries that are loaded, and why others are not.
+pub struct Libraries {
+    pub loaded: Vec<Library>,
+    pub problems: Vec<String>,
+}
+
 /// The libraries among `names` that can be loaded; an empty name is the program itself.
-fn libraries(names: &[&str]) -> Result<Arc<[Library]>, String> {
-    let mut reasons = Vec::new();
-    let mut found = Vec::new();
+fn libraries(names: &[&str]) -> Arc<Libraries> {
+    let (mut loaded, mut problems) = (Vec::new(), Vec::new());
     for name in names {
         if name.is_empty() {
-            found.push(Library::from(libloading::os::unix::Library::this()));
+            loaded.push(Library::from(libloading::os::unix::Library::this()));
             continue;
         }
         // SAFETY: libraries of the GPU's maker, which libtorch loads too.
         match unsafe { Library::new(*name) } {
-            Ok(library) => found.push(library),
-            Err(error) => reasons.push(error.to_string()),
+            Ok(library) => loaded.push(library),
+            Err(error) => problems.push(error.to_string()),
         }
     }
-    if found.is_empty() { Err(reasons.join("; ")) } else { Ok(found.into()) }
+    Arc::new(Libraries { loaded, problems })
 }
 
 /// The function `name` of the first of `libraries`, or of what they depend on, that has it.
 ///
 /// # Safety
 /// `F` must be the function's type; it may be called only while the libraries are loaded.
-unsafe fn symbol<F: Copy>(libraries: &[Library], name: &str) -> Result<F, String> {
+unsafe fn symbol<F: Copy>(libraries: &Libraries, name: &str) -> Result<F, String> {
     // SAFETY: the caller's.
-    let function = libraries.iter().find_map(|library| unsafe { library.get::<F>(name).ok().map(|symbol| *symbol) });
-    function.ok_or_else(|| format!("no library of the GPU's maker has the function {name}"))
+    let function =
+        libraries.loaded.iter().find_map(|library| unsafe { library.get::<F>(name).ok().map(|symbol| *symbol) });
+    function.ok_or_else(|| {
+        let problems = libraries.problems.join("; ");
+        format!("no library of the GPU's maker has the function {name} ({problems})")
+    })
 }
 
 fn check(what: &str, status: c_int) -> Result<(), String> {

@@ -1,5 +1,5 @@
 // Kernels for GPUs of both makers, compiled at run time (NVRTC, HIPRTC) once for each element type: with ELEMENT_BF16
-// defined elements are bfloat16, otherwise float. All arithmetic is in float. Elements are read and written in vectors of
+// defined elements are bfloat16, otherwise float; EMBEDDING_ROWS and EMBEDDING_COLUMNS are the sides of a block there. All arithmetic is in float. Elements are read and written in vectors of
 // eight: rows are a multiple of that long, and tensors contiguous and aligned to 16 bytes.
 
 typedef long long Long;
@@ -364,10 +364,6 @@ extern "C" __global__ void softcap_cross_entropy(Element* logits, const Long* ta
 }
 
 // ---- Embeddings ----------------------------------------------------------------------------------------------------
-
-// Rows of a token that a block adds up at once, and columns (vectors) of its share.
-#define EMBEDDING_ROWS 16
-#define EMBEDDING_COLUMNS 16
 
 // dweight [v, c]: the sum of the rows of grad [n, c] at the places of each token, which are order[starts[v] .. starts[v + 1]].
 // A block of EMBEDDING_ROWS x EMBEDDING_COLUMNS threads for each token and share of the columns.

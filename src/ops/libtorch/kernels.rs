@@ -6,17 +6,20 @@
 use super::super::portable::RMS_NORM_EPSILON;
 use super::driver::{Argument, Driver, Function, Place};
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, Once, OnceLock, PoisonError};
 use std::time::Instant;
 use tch::{Device, Kind, Tensor};
 
 pub const SOURCE: &str = include_str!("kernels.cu");
+/// What to do about an error that comes from the GPU.
+pub const LATE_ERROR: &str =
+    "hint: an earlier operation may be the cause, CUDA_LAUNCH_BLOCKING=1 (AMD: AMD_SERIALIZE_KERNEL=3) tells which";
 /// Elements that a thread reads and writes at once.
 const VECTOR: i64 = 8;
 const THREADS: u32 = 256;
-/// Columns, in vectors, and threads of a block in the kernel `embedding_backward`, which says so too.
-const EMBEDDING_COLUMNS: u64 = 16;
-const EMBEDDING_THREADS: u32 = 256;
+/// Rows that a block of the kernel `embedding_backward` adds up at once, and columns, in vectors, of its share.
+const EMBEDDING_ROWS: u32 = 16;
+const EMBEDDING_COLUMNS: u32 = 16;
 /// Threads of a row of logits: with the vectors that each keeps, a usual vocabulary is read once.
 const LOGIT_THREADS: u32 = 512;
 /// Blocks of a kernel that sums over all elements: enough to fill any GPU, few enough to add up.
@@ -54,11 +57,22 @@ pub struct Kernels {
 pub fn of(tensors: &[&Tensor]) -> Option<Arc<Kernels>> {
     let first = tensors[0];
     let Device::Cuda(device) = first.device() else { return None };
-    let alike = |x: &&Tensor| {
-        let whole = x.size().last().is_some_and(|last| last % VECTOR == 0);
-        x.kind() == first.kind() && x.device() == first.device() && whole && x.is_contiguous() && is_aligned(x)
-    };
-    if !matches!(first.kind(), Kind::BFloat16 | Kind::Float) || first.numel() == 0 || !tensors.iter().all(alike) {
+    let is_known = matches!(first.kind(), Kind::BFloat16 | Kind::Float) && first.numel() > 0;
+    if !is_known || tensors.iter().any(|x| x.kind() != first.kind() || x.device() != first.device()) {
+        return None;
+    }
+    let is_whole = |x: &&&Tensor| x.size().last().is_some_and(|last| last % VECTOR == 0);
+    if let Some(odd) = tensors.iter().find(|x| !is_whole(x)) {
+        static SAID: Once = Once::new();
+        SAID.call_once(|| {
+            tracing::warn!(
+                "the GPU's own kernels take sizes in multiples of {VECTOR}, found a tensor of {:?}; hint: what does not fit goes by libtorch's operations, right but slower",
+                odd.size()
+            );
+        });
+        return None;
+    }
+    if !tensors.iter().all(|x| x.is_contiguous() && is_aligned(x)) {
         return None;
     }
     type Built = HashMap<(usize, Kind), Option<Arc<Kernels>>>;
@@ -77,6 +91,16 @@ pub fn of(tensors: &[&Tensor]) -> Option<Arc<Kernels>> {
     kernels.clone()
 }
 
+/// What the source wants to be compiled with for elements of `kind`.
+pub fn options(kind: Kind) -> Vec<String> {
+    let mut options =
+        vec![format!("-DEMBEDDING_ROWS={EMBEDDING_ROWS}"), format!("-DEMBEDDING_COLUMNS={EMBEDDING_COLUMNS}")];
+    if kind == Kind::BFloat16 {
+        options.push("-DELEMENT_BF16".to_owned());
+    }
+    options
+}
+
 fn is_aligned(x: &Tensor) -> bool {
     (x.data_ptr() as usize).is_multiple_of(16)
 }
@@ -90,9 +114,8 @@ impl Kernels {
     fn build(device: usize, kind: Kind) -> Result<Self, String> {
         let driver = driver()?;
         let place = driver.place(device as i32)?;
-        let options: &[&str] = if kind == Kind::BFloat16 { &["-DELEMENT_BF16"] } else { &[] };
         let start = Instant::now();
-        let functions = driver.build(SOURCE, options, place, &NAMES)?;
+        let functions = driver.build(SOURCE, &options(kind), place, &NAMES)?;
         tracing::debug!("compiled the kernels for {kind:?} in {:.2?}", start.elapsed());
         Ok(Self { driver, place, functions: NAMES.into_iter().zip(functions).collect() })
     }
@@ -102,7 +125,7 @@ impl Kernels {
             // SAFETY: the functions below give each kernel what it declares, over tensors that `of` has looked at.
             unsafe { self.driver.launch(self.place, self.functions[name], blocks, threads, arguments) }
         });
-        launched.unwrap_or_else(|problem| panic!("{name}: {problem}"));
+        launched.unwrap_or_else(|problem| panic!("{name}: {problem}; {LATE_ERROR}"));
     }
 
     /// See `ops::rms_norm`: the output and 1 / rms of each row.
@@ -309,8 +332,8 @@ impl Kernels {
         let (_, vectors) = rows(grad);
         let dweight = Tensor::empty([v, i64::from(vectors) * VECTOR], (grad.kind(), grad.device()));
         let arguments = [pointer(grad), pointer(order), pointer(starts), pointer(&dweight), Argument::Int(vectors)];
-        let blocks = v as u64 * (vectors as u64).div_ceil(EMBEDDING_COLUMNS);
-        self.launch("embedding_backward", blocks, EMBEDDING_THREADS, &arguments);
+        let blocks = v as u64 * (vectors as u64).div_ceil(EMBEDDING_COLUMNS.into());
+        self.launch("embedding_backward", blocks, EMBEDDING_ROWS * EMBEDDING_COLUMNS, &arguments);
         dweight
     }
 

@@ -71,16 +71,10 @@ impl FusedOps for LibTorch {
         }
     }
 
-    fn warm_up(place: TchTensor) -> TchTensor {
-        let sample = Tensor::zeros([16, 16], (place.tensor.kind(), place.tensor.device()));
-        let work = move || {
-            // Compiles the kernels, and has libtorch load its libraries for matrix products.
-            drop((kernels::of(&[&sample]), sample.mm(&sample)));
-        };
-        if let Err(error) = std::thread::Builder::new().spawn(work) {
-            tracing::debug!("nothing is warmed up: no thread can be started ({error})");
-        }
-        place
+    fn warm_up(sample: TchTensor) -> TchTensor {
+        // Compiles the kernels, and has libtorch load its libraries for matrix products.
+        drop((kernels::of(&[&sample.tensor]), sample.tensor.mm(&sample.tensor)));
+        sample
     }
 
     fn upload(place: TchTensor, numbers: Vec<i64>) -> TchTensor {
@@ -216,7 +210,9 @@ impl Kernels for LibTorch {
             log_sum_exp: log_sum_exp.tensor,
         };
         let gradients = plan.backward(state, &grad.tensor.contiguous(), window);
-        gradients.unwrap_or_else(|problem| panic!("attention by {plan}: {problem}")).map(TchTensor::new)
+        gradients
+            .unwrap_or_else(|problem| panic!("attention by {plan}: {problem}; {}", kernels::LATE_ERROR))
+            .map(TchTensor::new)
     }
 
     fn softcap_cross_entropy_gradients(
@@ -251,7 +247,7 @@ impl Kernels for LibTorch {
 
 fn attend(plan: attention::Plan, q: &TchTensor, k: &TchTensor, v: &TchTensor, window: usize) -> (Tensor, Tensor) {
     let outputs = plan.forward(&q.tensor, &k.tensor, &v.tensor, window);
-    outputs.unwrap_or_else(|problem| panic!("attention by {plan}: {problem}"))
+    outputs.unwrap_or_else(|problem| panic!("attention by {plan}: {problem}; {}", kernels::LATE_ERROR))
 }
 
 fn output_state((y, inverse_rms): (Tensor, Tensor)) -> (TchTensor, RmsNormState) {

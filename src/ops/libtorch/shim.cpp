@@ -35,8 +35,12 @@ using Window = std::optional<int64_t>;
 
 // In the efficient kernels: a query sees the keys up to its own place.
 constexpr int64_t CAUSAL = 1;
-// The efficient kernels' log-sum-exp has room for a multiple of this many queries.
+// CUDA's efficient kernels keep room for a multiple of this many queries' log-sum-exps, ROCm's for as many as there are.
+#ifdef AUTORESEARCH_HIP
+constexpr int64_t SUM_ALIGNMENT = 1;
+#else
 constexpr int64_t SUM_ALIGNMENT = 32;
+#endif
 
 Window window_left(int64_t window) { return window < 0 ? Window() : Window(window); }
 Window window_right(int64_t window) { return window < 0 ? Window() : Window(0); }
@@ -111,6 +115,8 @@ const char* guarded(Body body) {
         message = error.what_without_backtrace();
     } catch (const std::exception& error) {
         message = error.what();
+    } catch (...) {
+        message = "an exception without a description";
     }
     return message.c_str();
 }

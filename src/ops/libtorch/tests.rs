@@ -1,7 +1,8 @@
 //! The bodies for libtorch against the portable ones in float32: on the CPU, and on the first GPU where there is one.
 
 use super::super::{AttentionState, FusedOps, Kernels as _, MixState, portable};
-use super::driver::{Compiler, c_string};
+use super::attention::{Kernel, Plan, Sample, Windowing};
+use super::driver::{Compiler, Libraries, c_string};
 use super::*;
 use libloading::Library;
 use std::path::{Path, PathBuf};
@@ -251,35 +252,40 @@ fn newton_schulz_agrees_with_the_portable_body() {
 /// The compilers need no GPU. NVIDIA's comes with libtorch; AMD's is looked for where Linux distributions put it.
 #[test]
 fn kernels_compile_for_gpus_of_both_makers() {
-    let makers: [(&str, &[&str], Find, &[&str]); 2] = [
+    let makers: [(&str, bool, &[&str], Find, &[&str]); 2] = [
         (
             "NVRTC",
+            cfg!(libtorch_gpu = "cuda"),
             &["libnvrtc-builtins.so", "libnvrtc.so"],
             Compiler::cuda,
             &["--gpu-architecture=sm_80", "--gpu-architecture=sm_90"],
         ),
         (
             "HIPRTC",
+            cfg!(libtorch_gpu = "hip"),
             &["libhiprtc.so", "libamdhip64.so"],
             Compiler::hip,
             &["--offload-arch=gfx1030", "--offload-arch=gfx90a"],
         ),
     ];
-    type Find = fn(&Arc<[Library]>) -> Result<Compiler, String>;
-    for (name, libraries, find, architectures) in makers {
+    type Find = fn(&Arc<Libraries>) -> Result<Compiler, String>;
+    for (name, required, libraries, find, architectures) in makers {
         let files = libraries.iter().flat_map(|library| files_of(library));
         // SAFETY: the makers' compilers.
-        let libraries: Arc<[Library]> = files.filter_map(|file| unsafe { Library::new(file) }.ok()).collect();
+        let loaded = files.filter_map(|file| unsafe { Library::new(file) }.ok()).collect();
+        let libraries = Arc::new(Libraries { loaded, problems: Vec::new() });
         let Ok(compiler) = find(&libraries) else {
+            assert!(!required, "libtorch computes on this maker's GPUs, expected its {name}, found none");
             eprintln!("there is no {name}: compiling the kernels with it is left out");
             continue;
         };
         for architecture in architectures {
-            for options in [vec![*architecture], vec![*architecture, "-DELEMENT_BF16"]] {
-                let options: Vec<_> = options.into_iter().map(|option| c_string(option).unwrap()).collect();
+            for kind in [Kind::Float, Kind::BFloat16] {
+                let options = kernels::options(kind).into_iter().chain([architecture.to_string()]);
+                let options: Vec<_> = options.map(|option| c_string(&option).unwrap()).collect();
                 let code = compiler.compile(kernels::SOURCE, &options);
                 let code = code.unwrap_or_else(|problem| panic!("{name} {options:?}: {problem}"));
-                let names = kernels::NAMES.iter().filter(|name| !contains(&code, name.as_bytes()));
+                let names = kernels::NAMES.iter().filter(|name| !contains(&code, format!("\0{name}\0").as_bytes()));
                 assert_eq!(names.collect::<Vec<_>>(), Vec::<&&str>::new(), "{name} {options:?}: missing kernels");
             }
         }
@@ -300,4 +306,34 @@ fn files_of(library: &str) -> Vec<PathBuf> {
     let files = folders.flat_map(|folder| std::fs::read_dir(folder).into_iter().flatten().flatten());
     let of_library = |file: &std::fs::DirEntry| file.file_name().to_string_lossy().starts_with(library);
     files.filter(of_library).map(|entry| entry.path()).collect()
+}
+
+/// The kernels above are compared with the portable bodies, by which they are replaced where they cannot be had.
+#[test]
+fn gpus_have_the_kernels() {
+    for (device, kind, _) in cases().filter(|(device, ..)| device.is_cuda()) {
+        assert!(kernels::of(&[&random(&[16, 16], (kind, device))]).is_some(), "{device:?} {kind:?}");
+    }
+}
+
+/// Where a kernel with a window of its own is the fastest, the way that every GPU can go would not be tried otherwise.
+#[test]
+fn windows_in_blocks_agree_with_the_portable_body() {
+    for (device, kind, _) in cases() {
+        let kernels: &[Kernel] = match (device, kind) {
+            (Device::Cpu, _) => &[Kernel::Cpu],
+            (_, Kind::BFloat16) => &[Kernel::Flash, Kernel::Efficient],
+            _ => &[Kernel::Efficient],
+        };
+        for (kernel, (t, h, g, window)) in kernels
+            .iter()
+            .flat_map(|kernel| [(130, 2, 1, 65), (200, 2, 2, 96), (256, 4, 4, 32)].map(|call| (*kernel, call)))
+        {
+            let operands = [h, g, g].map(|heads| random(&[2, t, heads, 64], (kind, device)));
+            let sample = Sample::of(operands, random(&[2, t, h, 64], (kind, device)), window);
+            let checked = sample.check(Plan { kernel, windowing: Windowing::Blocks });
+            checked
+                .unwrap_or_else(|problem| panic!("{device:?} {kind:?} {kernel:?} t {t}, window {window}: {problem}"));
+        }
+    }
 }
