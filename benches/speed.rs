@@ -9,7 +9,7 @@ use autoresearch::data::tales;
 use autoresearch::device::ComputeDevice;
 #[cfg(feature = "tch")]
 use autoresearch::device::environment;
-use autoresearch::eval::{ByteLengths, evaluate_bpb};
+use autoresearch::eval::{ByteLengths, PassSizes, evaluate_bpb};
 use autoresearch::model::{Gpt, Hyperparameters};
 use autoresearch::ops;
 use autoresearch::optim::{MuonAdamW, orthogonalize};
@@ -113,8 +113,14 @@ fn main() -> anyhow::Result<()> {
     let inference = model.valid();
     report("evaluation, profile cpu", "tokens/s", 3, || {
         let lengths = ByteLengths::of(&tokenizer);
-        let evaluation =
-            evaluate_bpb(&inference, &mut rows(Passes::OnePass { at_most_rows: 128 })?, &lengths, &compute.device)?;
+        let sizes = if compute.is_cpu { PassSizes::CPU } else { PassSizes::GPU };
+        let evaluation = evaluate_bpb(
+            &inference,
+            &mut rows(Passes::OnePass { at_most_rows: 128 })?,
+            &lengths,
+            &compute.device,
+            sizes,
+        )?;
         assert!(evaluation.bpb().is_finite());
         Ok(evaluation.tokens as f64)
     })?;

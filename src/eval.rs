@@ -8,10 +8,21 @@ use anyhow::{Result, bail};
 use burn::tensor::{Device, Int, Tensor};
 use std::time::{Duration, Instant};
 
-/// Tokens that go through the model at once, or one row where that is longer.
-const PASS_TOKENS: usize = 1 << 13;
-/// Logits that exist at once; memory does not grow with batch × vocabulary.
-const CHUNK_LOGITS: usize = 1 << 22;
+/// How much an evaluation computes at once. The rounding, and with it the last digits of the number, hang on it.
+#[derive(Clone, Copy, Debug)]
+pub struct PassSizes {
+    /// Tokens that go through the model at once, or one row where that is longer.
+    tokens: usize,
+    /// Logits that exist at once; memory does not grow with batch × vocabulary.
+    logits: usize,
+}
+
+impl PassSizes {
+    /// Little enough to stay near a CPU's caches.
+    pub const CPU: Self = Self { tokens: 1 << 13, logits: 1 << 22 };
+    /// Enough to keep a GPU busy.
+    pub const GPU: Self = Self { tokens: 1 << 15, logits: 1 << 24 };
+}
 
 /// The outcome of an evaluation.
 #[derive(Clone, Debug, PartialEq)]
@@ -59,12 +70,18 @@ impl ByteLengths {
 /// Bits per byte of `model` on every row that `rows` gives.
 ///
 /// The loss is computed here from the logits, not by the model: an edited model cannot grade itself. The rows go through
-/// the model in groups of a size that depends on nothing but their length: the shapes of all products, and with them the
+/// the model in groups of a size that depends on nothing but `sizes` and their length: the shapes of all products, and with them the
 /// rounding, are the same whatever the batch size of `rows`.
 ///
 /// # Errors
 /// If the rows cannot be read, there are none, or the model's logits are not one for each token id.
-pub fn evaluate_bpb(model: &Gpt, rows: &mut Loader, lengths: &ByteLengths, device: &Device) -> Result<Evaluation> {
+pub fn evaluate_bpb(
+    model: &Gpt,
+    rows: &mut Loader,
+    lengths: &ByteLengths,
+    device: &Device,
+    sizes: PassSizes,
+) -> Result<Evaluation> {
     let start = Instant::now();
     let mut score = Score::default();
     let mut waiting: Vec<u32> = Vec::new();
@@ -76,10 +93,10 @@ pub fn evaluate_bpb(model: &Gpt, rows: &mut Loader, lengths: &ByteLengths, devic
             row_length = batch.row_length;
             waiting.extend(batch.rows);
         }
-        let pass = (PASS_TOKENS / row_length.max(2)).max(1) * row_length;
+        let pass = (sizes.tokens / row_length.max(2)).max(1) * row_length;
         while waiting.len() >= pass.max(1) || (is_last && !waiting.is_empty()) {
             let rest = waiting.split_off(pass.min(waiting.len()));
-            score.add(model, &waiting, row_length, lengths, device)?;
+            score.add(model, &waiting, row_length, lengths, device, sizes)?;
             waiting = rest;
         }
         if is_last {
@@ -112,9 +129,10 @@ impl Score {
         row_length: usize,
         lengths: &ByteLengths,
         device: &Device,
+        sizes: PassSizes,
     ) -> Result<()> {
         let (input, targets) = input_and_targets(rows, row_length, device);
-        let losses = token_losses(model, input, targets, lengths.exact.len())?;
+        let losses = token_losses(model, input, targets, lengths.exact.len(), sizes.logits)?;
         let targets = rows.chunks_exact(row_length).flat_map(|row| &row[1..]);
         for (&target, loss) in targets.zip(losses) {
             let length = lengths.exact[target as usize];
@@ -137,12 +155,18 @@ pub fn input_and_targets(rows: &[u32], row_length: usize, device: &Device) -> (T
 }
 
 /// −ln p of each target, row after row.
-fn token_losses(model: &Gpt, input: Tensor<2, Int>, targets: Tensor<2, Int>, vocab_size: usize) -> Result<Vec<f32>> {
+fn token_losses(
+    model: &Gpt,
+    input: Tensor<2, Int>,
+    targets: Tensor<2, Int>,
+    vocab_size: usize,
+    chunk_logits: usize,
+) -> Result<Vec<f32>> {
     let hidden = model.hidden(input);
     let [b, t, c] = hidden.dims();
     let (hidden, targets) = (hidden.reshape([b * t, c]), targets.reshape([b * t]));
     let mut losses = Vec::new();
-    let chunk = (CHUNK_LOGITS / vocab_size).max(1);
+    let chunk = (chunk_logits / vocab_size).max(1);
     for start in (0..b * t).step_by(chunk) {
         let end = (start + chunk).min(b * t);
         let logits = model.logits(hidden.clone().slice([start..end, 0..c])); // [rows, v]

@@ -3,7 +3,7 @@
 use crate::model::{lively, small};
 use crate::training::rows;
 use autoresearch::data::packing::Passes;
-use autoresearch::eval::{ByteLengths, Evaluation, evaluate_bpb};
+use autoresearch::eval::{ByteLengths, Evaluation, PassSizes, evaluate_bpb};
 use autoresearch::parameters::{parameters, with_values};
 use burn::tensor::Device;
 
@@ -17,7 +17,8 @@ fn lengths() -> ByteLengths {
 fn evaluate(batch: usize, count: usize) -> Evaluation {
     let device = Device::flex();
     let model = lively(&small(), &device);
-    evaluate_bpb(&model, &mut rows(batch, Passes::OnePass { at_most_rows: count }), &lengths(), &device).unwrap()
+    evaluate_bpb(&model, &mut rows(batch, Passes::OnePass { at_most_rows: count }), &lengths(), &device, PassSizes::CPU)
+        .unwrap()
 }
 
 #[test]
@@ -42,7 +43,8 @@ fn a_model_that_knows_nothing_scores_the_logarithm_of_the_vocabulary() {
         .collect();
     let model = with_values(model, nothing);
     let evaluation =
-        evaluate_bpb(&model, &mut rows(4, Passes::OnePass { at_most_rows: 10 }), &lengths(), &device).unwrap();
+        evaluate_bpb(&model, &mut rows(4, Passes::OnePass { at_most_rows: 10 }), &lengths(), &device, PassSizes::CPU)
+            .unwrap();
     // Tokens without bytes are not scored; token 3 has two.
     let scored = evaluation.nats / 50f64.ln();
     assert!((scored - scored.round()).abs() < 1e-3 && scored < 160.0 && scored > 140.0, "{scored}");
@@ -57,6 +59,7 @@ fn logits_of_another_width_than_the_vocabulary_are_refused() {
     let model = lively(&small(), &device);
     let lengths = ByteLengths { exact: vec![1; 60], upstream: vec![1; 60] };
     let error =
-        evaluate_bpb(&model, &mut rows(4, Passes::OnePass { at_most_rows: 10 }), &lengths, &device).unwrap_err();
+        evaluate_bpb(&model, &mut rows(4, Passes::OnePass { at_most_rows: 10 }), &lengths, &device, PassSizes::CPU)
+            .unwrap_err();
     assert!(error.to_string().contains("logits have the shape"), "{error}");
 }

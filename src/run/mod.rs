@@ -13,7 +13,7 @@ use crate::data::packing::{Packing, Passes};
 use crate::data::prepared::Prepared;
 use crate::data::tales;
 use crate::device::ComputeDevice;
-use crate::eval::{ByteLengths, Evaluation, evaluate_bpb};
+use crate::eval::{ByteLengths, Evaluation, PassSizes, evaluate_bpb};
 use crate::model::{Gpt, GptConfig, Hyperparameters};
 use crate::ops::{self, WarmUp};
 use crate::optim::MuonAdamW;
@@ -24,7 +24,6 @@ use crate::tokenizer::Tokenizer;
 use crate::train::{BatchPlan, Diverged, Limit, MonotonicClock, Training};
 use anyhow::{Context, Result, anyhow, bail};
 use burn::module::Module;
-use burn::tensor::Device;
 use folder::RunFolder;
 use progress::ProgressLine;
 use serde::{Deserialize, Serialize};
@@ -145,7 +144,7 @@ pub fn train(conditions: &Conditions) -> Result<PathBuf> {
     checkpoint::write(&weights, &parameters(&outcome.model), HashMap::from([(SIZES.to_owned(), sizes)]))?;
 
     let inference = in_compute_type(&outcome.model.valid(), compute.compute_type);
-    let evaluation = evaluate_rows(&inference, &prepared, prepared.tokenizer(), config.eval_tokens, &compute.device)?;
+    let evaluation = evaluate_rows(&inference, &prepared, prepared.tokenizer(), config.eval_tokens, &compute)?;
     let summary = Summary {
         val_bpb: evaluation.bpb(),
         training_seconds: outcome.training_time.as_secs_f64(),
@@ -189,7 +188,7 @@ pub fn evaluate(run: &Path, device: Option<&str>, cache_dir: Option<&Path>, eval
     }
     let prepared = Prepared::open(&config.dataset, cache_dir, None)?;
     let Checkpoint { model, tokenizer, compute, .. } = &checkpoint;
-    let evaluation = evaluate_rows(model, &prepared, tokenizer, tokens, &compute.device)?;
+    let evaluation = evaluate_rows(model, &prepared, tokenizer, tokens, compute)?;
     say("---");
     say(format_args!("val_bpb:          {:.6}", evaluation.bpb()));
     say(format_args!("val_bpb_upstream: {:.6}", evaluation.bpb_upstream()));
@@ -298,11 +297,12 @@ fn evaluate_rows(
     prepared: &Prepared,
     tokenizer: &Arc<Tokenizer>,
     eval_tokens: usize,
-    device: &Device,
+    compute: &ComputeDevice,
 ) -> Result<Evaluation> {
     let sequence_len = model.config().sequence_len;
     let mut rows = validation_rows(prepared, tokenizer, eval_tokens / sequence_len, sequence_len)?;
-    let evaluation = evaluate_bpb(model, &mut rows, &ByteLengths::of(tokenizer), device)?;
+    let sizes = if compute.is_cpu { PassSizes::CPU } else { PassSizes::GPU };
+    let evaluation = evaluate_bpb(model, &mut rows, &ByteLengths::of(tokenizer), &compute.device, sizes)?;
     let bpb = evaluation.bpb();
     if !bpb.is_finite() {
         bail!(Diverged(format!(

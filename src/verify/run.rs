@@ -7,7 +7,7 @@ use super::{Check, Goldens, reference_hyperparameters};
 use crate::data::documents::Split;
 use crate::data::loader::Loader;
 use crate::data::packing::{Packing, Passes};
-use crate::eval::{ByteLengths, Evaluation, evaluate_bpb};
+use crate::eval::{ByteLengths, Evaluation, PassSizes, evaluate_bpb};
 use crate::model::{Gpt, GptConfig, Hyperparameters};
 use crate::optim::MuonAdamW;
 use crate::tokenizer::Tokenizer;
@@ -143,7 +143,7 @@ impl Run<'_> {
         let rows = golden.eval_tokens / self.description.config.sequence_len;
         let mut loader = self.loader(Split::Validation, golden.batch, Passes::OnePass { at_most_rows: rows })?;
         let lengths = ByteLengths::of(&self.tokenizer);
-        evaluate_bpb(&model.valid(), &mut loader, &lengths, &self.goldens.device)
+        evaluate_bpb(&model.valid(), &mut loader, &lengths, &self.goldens.device, PassSizes::CPU)
     }
 
     fn compare(&self, what: &str, found: &Evaluation, golden: &Golden, tolerance: f64, checks: &mut Vec<Check>) {
