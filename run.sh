@@ -12,6 +12,10 @@ run() {
   "$@"
 }
 
+[[ " $* " != *" --help "* && " $* " != *" -h "* ]] || {
+  sed -n '2,3p' "$0" | cut -c3-
+  exit
+}
 autoresearch=(cargo run --release --features tch --)
 train=(train)
 [[ " $* " == *" --config"* ]] || train+=(--config configs/halo.toml)

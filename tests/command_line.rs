@@ -12,6 +12,10 @@ use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::Arc;
+
+/// How messages call the program.
+const PROGRAM: &str =
+    if cfg!(feature = "tch") { "cargo run --release --features tch --" } else { "cargo run --release --" };
 use tempfile::TempDir;
 
 /// A folder to run the program in, with a cache of its own.
@@ -247,8 +251,8 @@ fn a_folder_of_text_goes_end_to_end_from_anywhere() {
     place.texts("my text", stories(0..60));
     let prepared = place.ok(&["prepare", "--dataset", "my text", "--vocab-size", "262", "--config", "ci.toml"]);
     assert!(prepared.stdout.contains("60 text files") && prepared.stdout.contains("SHA-256"), "{}", prepared.stdout);
-    let next = "next: cargo run --release -- train --config ci.toml --dataset 'my text' --vocab-size 262\n";
-    assert!(prepared.stdout.ends_with(next), "{}", prepared.stdout);
+    let next = format!("next: {PROGRAM} train --config ci.toml --dataset 'my text' --vocab-size 262\n");
+    assert!(prepared.stdout.ends_with(&next), "{}", prepared.stdout);
     let trained = place.ok(&[&SMOKE[..], &["--dataset", "my text", "--vocab-size", "262"]].concat());
     assert_eq!(trained.value("bpb_floor"), "n/a");
     let run = place.path(trained.value("run_dir"));
@@ -507,7 +511,7 @@ fn a_batch_that_is_not_whole_names_the_nearest_that_are() {
 #[test]
 fn a_data_set_that_is_not_prepared_names_the_command() {
     let place = Place::new();
-    place.assert_refused(&SMOKE, &["tales", "cargo run --release -- prepare --dataset tales --vocab-size 1024"]);
+    place.assert_refused(&SMOKE, &["tales", &format!("{PROGRAM} prepare --dataset tales --vocab-size 1024")]);
     place
         .assert_refused(&["train", "--config", "ci.toml", "--dataset", "nosuch"], &["--dataset nosuch", "tinystories"]);
     place.assert_refused(&["prepare", "--dataset", "ci.toml"], &["ci.toml", "folder"]);
@@ -638,9 +642,9 @@ fn a_damaged_tokenizer_is_refused_and_made_again_by_prepare() {
     for file in ["tokenizer.tiktoken", "tokenizer.json"] {
         let path = place.path("cache/tales").join(file);
         truncate(&path);
-        place.assert_refused(&SMOKE, &[file, "cargo run --release -- prepare --dataset tales"]);
+        place.assert_refused(&SMOKE, &[file, &format!("{PROGRAM} prepare --dataset tales")]);
         fs::remove_file(&path).unwrap();
-        place.assert_refused(&SMOKE, &[file, "cargo run --release -- prepare --dataset tales"]);
+        place.assert_refused(&SMOKE, &[file, &format!("{PROGRAM} prepare --dataset tales")]);
         place.ok(&["prepare", "--dataset", "tales"]);
         place.ok(&SMOKE);
     }

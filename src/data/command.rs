@@ -2,12 +2,16 @@
 
 use std::path::Path;
 
+/// How cargo runs this program as it was built: without the feature it would build all over again, without GPUs.
+const PROGRAM: &str =
+    if cfg!(feature = "tch") { "cargo run --release --features tch --" } else { "cargo run --release --" };
+
 /// A command line of this program that a shell takes as it stands: `words`, and `--cache-dir` where one was given.
 pub fn command(words: &[&str], cache_dir: Option<&Path>) -> String {
     let cache_dir = cache_dir.map(Path::to_string_lossy);
     let cache_words = cache_dir.iter().flat_map(|folder| ["--cache-dir", folder]);
     let words = words.iter().copied().chain(cache_words).map(quoted);
-    format!("cargo run --release -- {}", words.collect::<Vec<_>>().join(" "))
+    format!("{PROGRAM} {}", words.collect::<Vec<_>>().join(" "))
 }
 
 /// The command that prepares `dataset`, with `more` words.
@@ -33,7 +37,7 @@ mod tests {
         let words =
             ["prepare", "--dataset", "my text", "it's", "", "$HOME", "a/b-c.txt", "träumerei", "~", "x\"y", "*"];
         let line = command(&words, Some(Path::new("the cache")));
-        let arguments = line.strip_prefix("cargo run --release -- ").unwrap();
+        let arguments = line.strip_prefix(PROGRAM).unwrap();
         let script = format!("printf '%s\\n' {arguments}");
         let output = std::process::Command::new("sh").args(["-c", &script]).output().unwrap();
         let expected =
