@@ -275,7 +275,7 @@ impl Drop for WarmUp {
 /// What was chosen so far where an operation can be computed in several ways, one line a choice.
 pub fn choices() -> Vec<String> {
     #[cfg(feature = "tch")]
-    return libtorch::attention::report();
+    return libtorch::choice::report();
     #[cfg(not(feature = "tch"))]
     Vec::new()
 }

@@ -1,7 +1,8 @@
 //! Bodies for libtorch on GPUs of both makers: our own kernels for what is bound by memory, libtorch's fused attention,
 //! matrix products that add in place. On the CPU, and for tensors that the kernels do not know, the portable bodies.
 
-pub mod attention;
+mod attention;
+pub mod choice;
 mod driver;
 mod kernels;
 #[cfg(test)]
@@ -65,7 +66,7 @@ impl FusedOps for LibTorch {
     }
 
     fn causal_attention(q: TchTensor, k: TchTensor, v: TchTensor, window: usize) -> TchTensor {
-        match attention::inference_plan(&q.tensor, &k.tensor, window) {
+        match choice::inference_plan(&q.tensor, &k.tensor, window) {
             Some(plan) => TchTensor::new(attend(plan, &q, &k, &v, window).0),
             None => portable::attention_forward::<Self>(q, k, v, window).0,
         }
@@ -192,7 +193,7 @@ impl Kernels for LibTorch {
     }
 
     fn attention_forward(q: TchTensor, k: TchTensor, v: TchTensor, window: usize) -> (TchTensor, TchTensor) {
-        let Some(plan) = attention::plan(&q.tensor, &k.tensor, window) else {
+        let Some(plan) = choice::plan(&q.tensor, &k.tensor, window) else {
             return portable::attention_forward::<Self>(q, k, v, window);
         };
         let (out, log_sum_exp) = attend(plan, &q, &k, &v, window);
@@ -200,7 +201,7 @@ impl Kernels for LibTorch {
     }
 
     fn attention_backward(saved: AttentionState<Self>, grad: TchTensor) -> [TchTensor; 3] {
-        let Some(plan) = attention::plan(&saved.q.tensor, &saved.k.tensor, saved.window) else {
+        let Some(plan) = choice::plan(&saved.q.tensor, &saved.k.tensor, saved.window) else {
             return portable::attention_backward::<Self>(saved, grad);
         };
         let AttentionState { q, k, v, out, log_sum_exp, window } = saved;

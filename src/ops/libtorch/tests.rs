@@ -1,7 +1,8 @@
 //! The bodies for libtorch against the portable ones in float32: on the CPU, and on the first GPU where there is one.
 
 use super::super::{AttentionState, FusedOps, Kernels as _, MixState, portable};
-use super::attention::{Kernel, Plan, Sample, Windowing};
+use super::attention::{Kernel, Plan, Windowing};
+use super::choice::Sample;
 use super::driver::{Compiler, Libraries, c_string};
 use super::*;
 use libloading::Library;
@@ -37,7 +38,7 @@ fn wide(x: &Tensor) -> TchTensor {
 
 fn assert_close(found: &TchTensor, expected: &TchTensor, largest: f64, what: &str) {
     assert_eq!(found.tensor.size(), expected.tensor.size(), "{what}");
-    let error = attention::relative_error(&found.tensor, &expected.tensor);
+    let error = choice::relative_error(&found.tensor, &expected.tensor);
     assert!(error <= largest, "{what}: relative error {error:.2e}, largest {largest:.0e}");
 }
 
@@ -229,7 +230,7 @@ fn fused_attention_is_there_for_the_usual_heads() {
     for (device, kind, _) in cases() {
         for (h, g, d, window) in [(4, 4, 128, 1 << 10), (4, 4, 128, 64), (8, 2, 64, 64), (2, 1, 32, 100)] {
             let (q, k) = (random(&[1, 128, h, d], (kind, device)), random(&[1, 128, g, d], (kind, device)));
-            let plan = attention::plan(&q, &k, window);
+            let plan = choice::plan(&q, &k, window);
             assert!(plan.is_some(), "{device:?} {kind:?} h {h}, g {g}, d {d}, window {window}");
         }
     }
