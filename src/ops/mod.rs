@@ -1,8 +1,8 @@
 //! The few operations worth fusing: one differentiable function each for the model to call.
 //!
-//! Every operation has a default body of burn primitives, forward and backward (`portable`), right on every backend,
-//! and faster bodies where a backend has them (`flex`: the portable CPU backend; `libtorch`: GPUs). Shape legend: b batch, t time, c channels,
-//! h query heads, g key/value heads, d head dim, v vocabulary, n rows.
+//! Every operation has a default body of burn primitives, forward and backward (`portable`), right on every backend, and
+//! faster bodies where a backend has them (`flex`: the portable CPU backend; `libtorch`: GPUs). Shape legend: b batch, t time,
+//! c channels, h query heads, g key/value heads, d head dim, v vocabulary, n rows.
 
 mod autodiff;
 #[cfg(feature = "flex")]

@@ -224,7 +224,9 @@ impl Kernels for LibTorch {
     ) -> (TchTensor, [TchTensor; 2]) {
         let plain = hidden.tensor.contiguous();
         let cast = weight.tensor.to_kind(plain.kind()).contiguous();
-        let Some(kernels) = kernels::of(&[&plain, &cast.narrow(0, 0, 1)]).filter(|_| cast.size()[0] % 8 == 0) else {
+        // Rows of logits go through the kernel, too: their length has to fit.
+        let row = Tensor::empty([1, cast.size()[0]], (plain.kind(), plain.device()));
+        let Some(kernels) = kernels::of(&[&plain, &cast, &row]) else {
             return portable::softcap_cross_entropy_gradients::<Self>(hidden, weight, targets, cap);
         };
         let (n, targets) = (plain.size()[0], targets.tensor.to_kind(Kind::Int64).contiguous());
