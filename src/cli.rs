@@ -1,5 +1,7 @@
 //! Commands and flags: each command is a few calls into the library.
 
+mod research;
+
 use crate::config::Config;
 use crate::data::command::{command, prepare_command};
 use crate::data::manifest::Manifest;
@@ -47,6 +49,24 @@ enum Command {
     Sample(SampleArgs),
     /// Check this build, on a device, against golden values.
     Verify(VerifyArgs),
+    /// Make a branch for experiments and measure its baseline.
+    Start(research::StartArgs),
+    /// Measure the edit in the work tree: commit, build, train, keep or take back.
+    Experiment(research::ExperimentArgs),
+    /// Measure an earlier experiment's commit again.
+    Retry(research::RetryArgs),
+    /// Take back the unfinished experiment, or the latest that was kept.
+    Undo,
+    /// Show where the branch stands.
+    Status(research::OutputArgs),
+    /// Show the experiments.
+    Log(research::LogArgs),
+    /// Put results beside each other, if they may be compared.
+    Compare(research::CompareArgs),
+    /// Measure how far val_bpb differs between equal runs.
+    Noise(research::NoiseArgs),
+    /// Let an agent edit and measure what it edits, again and again.
+    Loop(research::LoopArgs),
 }
 
 #[derive(Debug, Args)]
@@ -141,6 +161,24 @@ impl ConditionArgs {
         replace(&mut config.seed, &self.seed);
     }
 
+    /// As `train` takes them, in another process and folder.
+    fn arguments(&self) -> Result<Vec<String>> {
+        let dataset = self.dataset.as_ref().map(|dataset| match Path::new(dataset).is_dir() {
+            true => std::path::absolute(dataset).map(|path| path.to_string_lossy().into_owned()),
+            false => Ok(dataset.clone()),
+        });
+        let flags = [
+            ("--device", self.device.clone()),
+            ("--dataset", dataset.transpose()?),
+            ("--vocab-size", self.vocab_size.map(|value| value.to_string())),
+            ("--time-budget", self.time_budget.map(|value| value.to_string())),
+            ("--kill-limit", self.kill_limit.map(|value| value.to_string())),
+            ("--eval-tokens", self.eval_tokens.map(|value| value.to_string())),
+            ("--seed", self.seed.map(|value| value.to_string())),
+        ];
+        Ok(flags.into_iter().filter_map(|(flag, value)| Some([flag.to_owned(), value?])).flatten().collect())
+    }
+
     /// The limit of `config`, as many times longer as the budget that was asked for is longer than its own.
     fn raised_kill_limit(&self, config: &Config) -> Option<f64> {
         let longer = self.time_budget.map_or(1.0, |budget| (budget / config.time_budget_seconds).max(1.0));
@@ -230,6 +268,15 @@ impl Cli {
             Command::Eval(args) => evaluate(&args),
             Command::Sample(args) => sample(&args),
             Command::Verify(args) => verify_goldens(&args),
+            Command::Start(args) => research::start_branch(&args),
+            Command::Experiment(args) => research::experiment(&args),
+            Command::Retry(args) => research::retry(&args),
+            Command::Undo => research::undo_last(),
+            Command::Status(args) => research::status(&args),
+            Command::Log(args) => research::log(&args),
+            Command::Compare(args) => research::compare_experiments(&args),
+            Command::Noise(args) => research::measure_noise(&args),
+            Command::Loop(args) => research::run_loop(&args),
         }
     }
 }

@@ -1,0 +1,238 @@
+//! The few things that experiments ask of git, by its own command: it runs the user's hooks and reads the user's settings.
+
+use anyhow::{Result, anyhow, bail, ensure};
+use std::ffi::OsStr;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+/// A git work tree.
+#[derive(Clone, Debug)]
+pub struct Repository {
+    root: PathBuf,
+    common: PathBuf,
+}
+
+impl Repository {
+    /// The work tree that `folder` lies in.
+    ///
+    /// # Errors
+    /// If there is none, or no git.
+    pub fn open(folder: &Path) -> Result<Self> {
+        let hint = "hint: the research loop keeps experiments as commits: run it in a git checkout of this project";
+        let at = |what: &str| {
+            let output = command(folder).args(["rev-parse", "--path-format=absolute", what]).output();
+            let output = output.map_err(|error| anyhow!("git: cannot be run ({error}); hint: install git"))?;
+            ensure!(output.status.success(), "{}: expected a git work tree, found none; {hint}", folder.display());
+            Ok(PathBuf::from(text(&output.stdout).trim_end_matches('\n')))
+        };
+        Ok(Self { root: at("--show-toplevel")?, common: at("--git-common-dir")? })
+    }
+
+    /// Top of the work tree.
+    pub fn root(&self) -> &Path {
+        &self.root
+    }
+
+    /// Git's own folder, shared by all work trees of the repository.
+    pub fn common_dir(&self) -> &Path {
+        &self.common
+    }
+
+    /// The branch that is checked out; none if HEAD is detached.
+    pub fn branch(&self) -> Result<Option<String>> {
+        let output = self.output(&["symbolic-ref", "--quiet", "HEAD"])?;
+        let name = text(&output.stdout).trim().to_owned();
+        Ok(output.status.success().then(|| name.trim_start_matches("refs/heads/").to_owned()))
+    }
+
+    /// The commit that `revision` names, if it names one.
+    pub fn commit(&self, revision: &str) -> Result<Option<String>> {
+        let output = self.output(&["rev-parse", "--quiet", "--verify", &format!("{revision}^{{commit}}")])?;
+        Ok(output.status.success().then(|| text(&output.stdout).trim().to_owned()))
+    }
+
+    /// The commit that `revision` names.
+    ///
+    /// # Errors
+    /// If it names none.
+    pub fn require_commit(&self, revision: &str) -> Result<String> {
+        self.commit(revision)?.ok_or_else(|| {
+            anyhow!("git: expected a commit named {revision}, found none; hint: `git for-each-ref refs/autoresearch` lists those of experiments")
+        })
+    }
+
+    /// Whether `ancestor` is `commit` or among those that it builds on.
+    pub fn is_ancestor(&self, ancestor: &str, commit: &str) -> Result<bool> {
+        Ok(self.output(&["merge-base", "--is-ancestor", ancestor, commit])?.status.success())
+    }
+
+    /// Tracked files of the work tree or the index that differ from `commit`, without those of `but`.
+    pub fn changed_files(&self, commit: &str, but: &[&str]) -> Result<Vec<String>> {
+        let excluded: Vec<String> = but.iter().map(|path| format!(":(exclude,top,literal){path}")).collect();
+        let mut changed = Vec::new();
+        for index in [None, Some("--cached")] {
+            let mut arguments = vec!["diff", "--name-only", "-z", "--no-ext-diff", "--no-renames"];
+            arguments.extend(index);
+            arguments.extend([commit, "--", ":(top)"]);
+            arguments.extend(excluded.iter().map(String::as_str));
+            let found = self.run(&arguments)?;
+            changed.extend(found.split('\0').filter(|path| !path.is_empty()).map(str::to_owned));
+        }
+        changed.sort();
+        changed.dedup();
+        Ok(changed)
+    }
+
+    /// Tracked files whose changes git was told not to see (`assume-unchanged`, `skip-worktree`).
+    pub fn hidden_files(&self) -> Result<Vec<String>> {
+        let files = self.run(&["ls-files", "-v", "-z"])?;
+        let hidden = files.split('\0').filter_map(|entry| entry.split_once(' '));
+        let hidden = hidden.filter(|(mark, _)| mark.starts_with('S') || mark.starts_with(char::is_lowercase));
+        Ok(hidden.map(|(_, path)| path.to_owned()).collect())
+    }
+
+    /// Whether the file at `path` is in the work tree as it is in `commit`.
+    pub fn is_as_in(&self, commit: &str, path: &str) -> Result<bool> {
+        Ok(self.output(&["diff", "--quiet", "--no-ext-diff", commit, "--", path])?.status.success())
+    }
+
+    /// Commits what the work tree has of `paths`, nothing else, with the user's hooks; gives the commit.
+    ///
+    /// # Errors
+    /// With git's or the hook's own words.
+    pub fn commit_files(&self, paths: &[&str], message: &str) -> Result<String> {
+        let mut arguments = vec!["commit", "--quiet", "--cleanup=verbatim", "--message", message, "--only", "--"];
+        arguments.extend(paths);
+        let output = self.output(&arguments)?;
+        if !output.status.success() {
+            bail!(
+                "git commit: expected it to take the edit, found: {}; hint: the edit is as it was; a hook of this repository may have refused it",
+                said(&output)
+            );
+        }
+        self.require_commit("HEAD")
+    }
+
+    /// Points the reference `name` at `commit`, if it still is at `expected` where that is given.
+    ///
+    /// # Errors
+    /// If it is somewhere else.
+    pub fn set_reference(&self, name: &str, commit: &str, expected: Option<&str>, why: &str) -> Result<()> {
+        let mut arguments = vec!["update-ref", "-m", why, name, commit];
+        arguments.extend(expected);
+        self.run(&arguments).map(drop)
+    }
+
+    /// Removes the reference `name`, if it is there.
+    pub fn delete_reference(&self, name: &str) -> Result<()> {
+        self.run(&["update-ref", "-d", name]).map(drop)
+    }
+
+    /// References below `prefix`: last component and commit.
+    pub fn references(&self, prefix: &str) -> Result<Vec<(String, String)>> {
+        let listed = self.run(&["for-each-ref", "--format=%(refname) %(objectname)", prefix])?;
+        let entries = listed.lines().filter_map(|line| line.split_once(' '));
+        Ok(entries
+            .map(|(name, commit)| (name.rsplit('/').next().unwrap_or(name).to_owned(), commit.to_owned()))
+            .collect())
+    }
+
+    /// Makes the index have `paths` as they are in `commit`; the work tree stays.
+    pub fn unstage(&self, commit: &str, paths: &[&str]) -> Result<()> {
+        let mut arguments = vec!["restore", "--staged", "--source", commit, "--"];
+        arguments.extend(paths);
+        self.run(&arguments).map(drop)
+    }
+
+    /// Makes index and work tree have `paths` as they are in `commit`.
+    pub fn restore(&self, commit: &str, paths: &[&str]) -> Result<()> {
+        let mut arguments = vec!["restore", "--staged", "--worktree", "--source", commit, "--"];
+        arguments.extend(paths);
+        self.run(&arguments).map(drop)
+    }
+
+    /// Makes the branch `name` at HEAD and checks it out.
+    pub fn create_branch(&self, name: &str) -> Result<()> {
+        self.run(&["switch", "--quiet", "--create", name]).map(drop)
+    }
+
+    /// What turns `from` into `to`, as `git apply` takes it.
+    pub fn patch(&self, from: &str, to: &str) -> Result<String> {
+        self.run(&["diff", "--no-ext-diff", "--no-textconv", "--no-color", "--binary", from, to])
+    }
+
+    /// First line of the message of `commit`.
+    pub fn subject(&self, commit: &str) -> Result<String> {
+        Ok(self.run(&["log", "-1", "--format=%s", commit])?.trim().to_owned())
+    }
+
+    /// Makes `folder` a work tree of its own with the files of `commit`, whatever it held; hooks are not run.
+    pub fn checkout(&self, folder: &Path, commit: &str) -> Result<()> {
+        let no_hooks = "core.hooksPath=/dev/null";
+        if !folder.join(".git").exists() {
+            let add = ["-c", no_hooks, "worktree", "add", "--quiet", "--force", "--force", "--detach"];
+            let mut arguments: Vec<&OsStr> = add.iter().map(OsStr::new).collect();
+            arguments.extend([folder.as_os_str(), OsStr::new(commit)]);
+            return check(&self.output(&arguments)?, "git worktree add").map(drop);
+        }
+        let lock = command(folder).args(["rev-parse", "--path-format=absolute", "--git-path", "index.lock"]).output()?;
+        // Left by a git that was killed: this folder is ours alone.
+        std::fs::remove_file(text(&lock.stdout).trim_end_matches('\n')).ok();
+        let output =
+            command(folder).args(["-c", no_hooks, "checkout", "--quiet", "--force", "--detach", commit]).output()?;
+        check(&output, "git checkout").map(drop)
+    }
+
+    fn run(&self, arguments: &[&str]) -> Result<String> {
+        check(&self.output(arguments)?, &format!("git {}", arguments[0]))
+    }
+
+    fn output<S: AsRef<OsStr>>(&self, arguments: &[S]) -> Result<Output> {
+        command(&self.root)
+            .args(arguments)
+            .output()
+            .map_err(|error| anyhow!("git: cannot be run ({error}); hint: install git"))
+    }
+}
+
+fn command(folder: &Path) -> Command {
+    let mut command = Command::new("git");
+    command.arg("-C").arg(folder);
+    // Messages in the language that ours are in; no question that nobody answers at night.
+    command.env("LC_ALL", "C").env("GIT_TERMINAL_PROMPT", "0").env("GIT_EDITOR", "true");
+    command.stdin(std::process::Stdio::null());
+    // Set inside hooks, and then about another repository than the folder's.
+    for name in ["GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX"] {
+        command.env_remove(name);
+    }
+    command
+}
+
+fn check(output: &Output, what: &str) -> Result<String> {
+    if !output.status.success() {
+        let said = said(output);
+        let hint = if said.contains(".lock") {
+            "hint: if no other git is running, remove that lock file"
+        } else {
+            "hint: `git status` shows the state of the repository"
+        };
+        bail!("{what}: expected success, found {}: {said}; {hint}", output.status);
+    }
+    Ok(text(&output.stdout))
+}
+
+/// What a command printed, on one line and not too long.
+fn said(output: &Output) -> String {
+    let all = [text(&output.stderr), text(&output.stdout)].join("\n");
+    let lines: Vec<&str> = all.lines().map(str::trim).filter(|line| !line.is_empty()).collect();
+    let line = lines.join(" / ");
+    match line.char_indices().nth(600) {
+        Some((end, _)) => format!("{} …", &line[..end]),
+        None if line.is_empty() => "no message".to_owned(),
+        None => line,
+    }
+}
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8_lossy(bytes).into_owned()
+}

@@ -1,0 +1,112 @@
+//! What is being done to a branch, written down before each step: after a crash at any point the experiment can go on.
+
+use crate::atomic_file::write_atomically;
+use crate::research::ledger::{Entries, Record};
+use crate::research::process::ProcessId;
+use anyhow::{Result, anyhow};
+use serde::{Deserialize, Serialize};
+use std::fs;
+use std::path::Path;
+
+/// Name of the file in a branch's folder.
+const FILE: &str = "journal.json";
+
+/// An experiment that is not finished.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Journal {
+    pub number: u32,
+    pub kind: Kind,
+    pub description: String,
+    /// The kept commit, where the branch goes back to.
+    pub parent: String,
+    /// Where the branch was before the experiment's own commit: `parent`, or ahead of it if the edit was committed by hand.
+    pub head_before: String,
+    /// The experiment's commit, once it is known.
+    pub commit: Option<String>,
+    /// Pairs of runs with new seeds for a gain that chance may explain.
+    pub confirm: usize,
+    pub phase: Phase,
+    /// The child that is at work now, or was the last.
+    pub child: Option<ProcessId>,
+}
+
+/// What an experiment measures.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Kind {
+    /// The branch as it starts.
+    Baseline,
+    /// The edit in the work tree.
+    Edit,
+    /// An earlier experiment's commit.
+    Retry,
+}
+
+/// The step that is being done.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Phase {
+    /// Making the commit.
+    Commit,
+    /// Building, training, evaluating.
+    Measure,
+    /// Writing the ledger.
+    Record(Box<Record>, Entries),
+    /// Moving the branch.
+    Settle(Box<Record>),
+}
+
+impl Journal {
+    /// That of the branch whose folder is `folder`, if something is unfinished.
+    ///
+    /// # Errors
+    /// If it cannot be read.
+    pub fn read(folder: &Path) -> Result<Option<Self>> {
+        let path = folder.join(FILE);
+        let text = match fs::read_to_string(&path) {
+            Ok(text) => text,
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
+            Err(error) => return Err(anyhow!("{}: cannot be read ({error}); hint: check its permissions", path.display())),
+        };
+        serde_json::from_str(&text).map(Some).map_err(|error| {
+            anyhow!(
+                "{}: expected an unfinished experiment, found: {error}; hint: written by another version? remove the file to give the experiment up",
+                path.display()
+            )
+        })
+    }
+
+    /// Replaces what was written.
+    ///
+    /// # Errors
+    /// If it cannot be written.
+    pub fn write(&self, folder: &Path) -> Result<()> {
+        write_atomically(&folder.join(FILE), serde_json::to_string_pretty(self)?.as_bytes())
+    }
+
+    /// Nothing is unfinished any more.
+    ///
+    /// # Errors
+    /// If the file cannot be removed.
+    pub fn remove(folder: &Path) -> Result<()> {
+        let path = folder.join(FILE);
+        match fs::remove_file(&path) {
+            Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+                Err(anyhow!("{}: cannot be removed ({error}); hint: check its folder's permissions", path.display()))
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+impl Phase {
+    /// Its name.
+    pub fn name(&self) -> &'static str {
+        match self {
+            Self::Commit => "commit",
+            Self::Measure => "measure",
+            Self::Record(..) => "record",
+            Self::Settle(_) => "settle",
+        }
+    }
+}

@@ -1,0 +1,261 @@
+//! One branch of experiments, `autoresearch/<tag>`: where it started, what it keeps, how its experiments are trained.
+
+use crate::atomic_file::write_atomically;
+use crate::research::decision::Status;
+use crate::research::git::Repository;
+use crate::research::journal::Journal;
+use crate::research::ledger::{Ledger, Record};
+use crate::research::lock::Lock;
+use crate::research::source_check;
+use anyhow::{Context, Result, anyhow, bail, ensure};
+use serde::{Deserialize, Serialize};
+use std::fs;
+use std::path::{Path, PathBuf};
+
+/// What an experiment may edit.
+pub const EDITABLE: [&str; 2] = ["src/model.rs", "src/optim.rs"];
+
+/// Branches of experiments begin with it.
+const BRANCH_PREFIX: &str = "autoresearch/";
+
+/// What all experiments of a branch share: fixed by `start`, since other conditions would make other numbers.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Settings {
+    /// What `train` gets besides the run's folder.
+    pub train_arguments: Vec<String>,
+    /// Name of the configuration.
+    pub config: String,
+    /// As `--device` has it.
+    pub device: String,
+    pub seed: u64,
+    /// Folder for the runs' folders.
+    pub runs_dir: PathBuf,
+    /// Folder for the locks of devices.
+    pub locks_dir: PathBuf,
+    /// A training is killed after this time, in seconds.
+    pub limit_seconds: f64,
+}
+
+/// One branch of experiments.
+#[derive(Clone, Debug)]
+pub struct Study {
+    pub repository: Repository,
+    pub tag: String,
+    pub settings: Settings,
+    pub ledger: Ledger,
+}
+
+impl Study {
+    /// The one whose branch is checked out in the work tree that `folder` lies in.
+    ///
+    /// # Errors
+    /// If HEAD is detached or on another branch, or `start` has not made this one.
+    pub fn open(folder: &Path) -> Result<Self> {
+        let repository = Repository::open(folder)?;
+        let start = "hint: `start <tag>` makes one from here, `git switch autoresearch/<tag>` goes to one that is there";
+        let branch = repository.branch()?.with_context(|| {
+            format!("HEAD: expected the branch {BRANCH_PREFIX}<tag>, found a commit without a branch (detached HEAD); {start}")
+        })?;
+        let Some(tag) = branch.strip_prefix(BRANCH_PREFIX) else {
+            bail!("HEAD: expected the branch {BRANCH_PREFIX}<tag>, found {branch}; {start}");
+        };
+        let settings = Settings::read(&branch_folder(&repository, tag), tag)?;
+        Ok(Self::new(repository, tag, settings))
+    }
+
+    /// The study of the branch `tag` with `settings`.
+    pub fn new(repository: Repository, tag: &str, settings: Settings) -> Self {
+        let ledger = Ledger::new(repository.root());
+        Self { repository, tag: tag.to_owned(), settings, ledger }
+    }
+
+    /// The branch.
+    pub fn branch(&self) -> String {
+        branch_name(&self.tag)
+    }
+
+    /// The branch as git's reference.
+    pub fn branch_reference(&self) -> String {
+        format!("refs/heads/{}", self.branch())
+    }
+
+    /// Ours, below which `start`, `kept` and the experiments' numbers are references to commits.
+    pub fn reference(&self, name: &str) -> String {
+        format!("refs/autoresearch/{}/{name}", self.tag)
+    }
+
+    /// Where the branch's own files lie: in git's folder, where nothing that cleans a work tree finds them.
+    pub fn folder(&self) -> PathBuf {
+        branch_folder(&self.repository, &self.tag)
+    }
+
+    /// The commit that the branch started from.
+    ///
+    /// # Errors
+    /// If its reference is gone.
+    pub fn start(&self) -> Result<String> {
+        self.repository.require_commit(&self.reference("start"))
+    }
+
+    /// The commit of the best experiment.
+    ///
+    /// # Errors
+    /// If its reference is gone.
+    pub fn kept(&self) -> Result<String> {
+        self.repository.require_commit(&self.reference("kept"))
+    }
+
+    /// The record of the best experiment: none before a baseline has given a number.
+    ///
+    /// # Errors
+    /// If the ledger cannot be read.
+    pub fn best(&self) -> Result<Option<Record>> {
+        let kept = self.kept()?;
+        let records = self.ledger.records(&self.tag)?;
+        Ok(records.into_iter().rev().find(|record| record.status == Status::Keep && record.commit == kept))
+    }
+
+    /// The number that the next experiment gets: none that was ever given.
+    ///
+    /// # Errors
+    /// If the ledger or the references cannot be read.
+    pub fn next_number(&self) -> Result<u32> {
+        let recorded = self.ledger.records(&self.tag)?.into_iter().map(|record| record.number);
+        let references = self.repository.references(&self.reference(""))?;
+        let referenced = references.iter().filter_map(|(name, _)| name.parse().ok());
+        Ok(recorded.chain(referenced).max().map_or(0, |last: u32| last + 1))
+    }
+
+    /// Takes branch and device for this process.
+    ///
+    /// # Errors
+    /// If another process has one of them.
+    pub fn lock(&self, command: &str) -> Result<(Lock, Lock)> {
+        let work = format!("{command} in {}", self.repository.root().display());
+        Ok((
+            Lock::take(&self.folder(), "branch.lock", &work)?,
+            Lock::take_device(&self.settings.locks_dir, &self.settings.device, &work)?,
+        ))
+    }
+
+    /// Refuses to begin something while something else is unfinished.
+    ///
+    /// # Errors
+    /// If something is.
+    pub fn require_finished(&self) -> Result<()> {
+        if let Some(journal) = Journal::read(&self.folder())? {
+            bail!(
+                "experiment {}: expected it to be finished, found it interrupted (step: {}); hint: `experiment --resume` goes on with it, `undo` takes it back and leaves the edit",
+                journal.number,
+                journal.phase.name()
+            );
+        }
+        Ok(())
+    }
+
+    /// Makes sure that nothing but the editable files differs from where the branch started, and that those hold only what an
+    /// experiment may use.
+    ///
+    /// # Errors
+    /// Otherwise: it names the files.
+    pub fn require_within_bounds(&self) -> Result<()> {
+        let start = self.start()?;
+        let changed = self.repository.changed_files(&start, &EDITABLE)?;
+        ensure!(
+            changed.is_empty(),
+            "expected changes in {} alone, found others: {}; hint: `git restore --source={} --staged --worktree FILE` takes one back",
+            EDITABLE.join(" and "),
+            shortened(&changed),
+            short(&start)
+        );
+        let hidden = self.repository.hidden_files()?;
+        ensure!(
+            hidden.is_empty(),
+            "expected git to see all files, found some marked as unchanged: {}; hint: `git update-index --no-assume-unchanged --no-skip-worktree FILE`",
+            shortened(&hidden)
+        );
+        for name in EDITABLE {
+            let path = self.repository.root().join(name);
+            let source = fs::read_to_string(&path)
+                .map_err(|error| anyhow!("{name}: cannot be read ({error}); hint: `git restore {name}` brings it back"))?;
+            source_check::check(name, &source)?;
+        }
+        Ok(())
+    }
+
+    /// Editable files that the work tree has otherwise than `commit`.
+    ///
+    /// # Errors
+    /// If git fails.
+    pub fn edited_since(&self, commit: &str) -> Result<Vec<&'static str>> {
+        let mut edited = Vec::new();
+        for name in EDITABLE {
+            if !self.repository.is_as_in(commit, name)? {
+                edited.push(name);
+            }
+        }
+        Ok(edited)
+    }
+
+    /// Refuses when the editable files differ from the kept commit.
+    ///
+    /// # Errors
+    /// If they do.
+    pub fn require_no_edit(&self) -> Result<String> {
+        let kept = self.kept()?;
+        let head = self.repository.require_commit("HEAD")?;
+        let edited = self.edited_since(&kept)?;
+        ensure!(
+            head == kept && edited.is_empty(),
+            "expected the branch at the kept commit {} without an edit, found {}; hint: `experiment` measures an edit, `git stash` puts it aside",
+            short(&kept),
+            if edited.is_empty() { format!("HEAD at {}", short(&head)) } else { format!("edits in {}", edited.join(", ")) }
+        );
+        Ok(kept)
+    }
+}
+
+impl Settings {
+    fn read(folder: &Path, tag: &str) -> Result<Self> {
+        let path = folder.join("settings.json");
+        let hint = format!("hint: `start` with another tag than {tag} makes a branch for experiments from here");
+        let text = fs::read_to_string(&path)
+            .map_err(|error| anyhow!("{}: expected what `start` wrote for this branch ({error}); {hint}", path.display()))?;
+        serde_json::from_str(&text)
+            .map_err(|error| anyhow!("{}: expected a branch's settings, found: {error}; {hint}", path.display()))
+    }
+
+    /// Writes them for the branch whose folder is `folder`.
+    ///
+    /// # Errors
+    /// If they cannot be written.
+    pub fn write(&self, folder: &Path) -> Result<()> {
+        fs::create_dir_all(folder)
+            .map_err(|error| anyhow!("{}: cannot be made ({error}); hint: git's folder must be writable", folder.display()))?;
+        write_atomically(&folder.join("settings.json"), serde_json::to_string_pretty(self)?.as_bytes())
+    }
+}
+
+/// The branch of the study `tag`.
+pub fn branch_name(tag: &str) -> String {
+    format!("{BRANCH_PREFIX}{tag}")
+}
+
+/// Where a branch's own files lie.
+pub fn branch_folder(repository: &Repository, tag: &str) -> PathBuf {
+    repository.common_dir().join("autoresearch").join(tag)
+}
+
+/// The first digits of a commit.
+pub fn short(commit: &str) -> &str {
+    &commit[..commit.len().min(7)]
+}
+
+/// A list of files that fits a line.
+fn shortened(files: &[String]) -> String {
+    let listed = files.iter().take(5).map(String::as_str).collect::<Vec<_>>().join(", ");
+    match files.len().saturating_sub(5) {
+        0 => listed,
+        more => format!("{listed} and {more} more"),
+    }
+}
