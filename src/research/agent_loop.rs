@@ -4,10 +4,10 @@ use crate::atomic_file::write_atomically;
 use crate::output::say;
 use crate::research::decision::Status;
 use crate::research::experiment::{Experiment, Finished};
-use crate::research::ledger::{Record, one_line};
-use crate::research::overview::{Order, Overview, Table, sorted};
 use crate::research::interruption::{Interrupted, pause};
 use crate::research::journal::Journal;
+use crate::research::ledger::{Record, one_line};
+use crate::research::overview::{Order, Overview, Table, sorted};
 use crate::research::process::{self, Ended, How, Input, Interruption, ProcessId, Supervision, kill_leftover};
 use crate::research::study::Study;
 use anyhow::{Context, Result, anyhow, bail, ensure};
@@ -115,11 +115,15 @@ pub fn run(study: &Study, interruption: &Interruption, mut plan: Plan) -> Result
         if !is_unfinished && plan.is_over(done(study, &plan)?) {
             break;
         }
-        let round = if is_unfinished { finish_unfinished(study, interruption) } else { next_round(study, interruption, &mut plan, last.as_ref()) };
+        let round = if is_unfinished {
+            finish_unfinished(study, interruption)
+        } else {
+            next_round(study, interruption, &mut plan, last.as_ref())
+        };
         let round = match round {
             Ok(round) => round,
             Err(error) if error.is::<Interrupted>() => {
-                return Err(error.context("the loop was stopped; hint: `loop --resume` goes on with it"));
+                bail!("the loop was stopped; hint: `loop --resume` goes on with it");
             }
             Err(error) => Round::Idle(format!("{error:#}")),
         };
@@ -139,13 +143,17 @@ pub fn run(study: &Study, interruption: &Interruption, mut plan: Plan) -> Result
                     agent_logs(study).display()
                 );
                 if !plan.is_over(done(study, &plan)?) {
-                    pause(interruption, LONGEST_PAUSE.min(Duration::from_secs(1 << (idle - 1).min(16))))?;
+                    let duration = LONGEST_PAUSE.min(Duration::from_secs(1 << (idle - 1).min(16)));
+                    if pause(interruption, duration).is_err() {
+                        bail!("the loop was stopped; hint: `loop --resume` goes on with it");
+                    }
                 }
             }
         }
         last = Some(round);
     }
-    fs::remove_file(study.folder().join(FILE)).context("the loop's file cannot be removed; hint: check git's folder")?;
+    fs::remove_file(study.folder().join(FILE))
+        .context("the loop's file cannot be removed; hint: check git's folder")?;
     say(format_args!("---\n{}", Overview::of(study)?));
     Ok(())
 }

@@ -4,7 +4,7 @@ use crate::research::decision::Verdict;
 use crate::research::ledger::Record;
 use crate::research::noise;
 use crate::research::study::Study;
-use crate::run::results::Summary;
+use crate::run::Summary;
 use crate::run::protocol::Protocol;
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use serde::Serialize;
@@ -42,7 +42,11 @@ pub struct Comparison {
 /// # Errors
 /// If one is not there or gave no number, or they were not measured in the same way: it says what differs.
 pub fn compare(study: &Study, names: &[String]) -> Result<Comparison> {
-    ensure!(names.len() >= 2, "compare: expected at least two experiments, found {}; hint: `log` lists them", names.len());
+    ensure!(
+        names.len() >= 2,
+        "compare: expected at least two experiments, found {}; hint: `log` lists them",
+        names.len()
+    );
     let records = study.ledger.all_records()?;
     let mut sides: Vec<Side> = Vec::new();
     let noise = noise::largest_chance_difference(study, study.best()?.as_ref())?;
@@ -67,7 +71,8 @@ pub fn compare(study: &Study, names: &[String]) -> Result<Comparison> {
 fn find(study: &Study, records: &[Record], name: &str) -> Result<Side> {
     let folder = Path::new(name);
     if folder.join("summary.json").is_file() {
-        let summary = Summary::read(folder)?.with_context(|| format!("{name}: expected a run's summary; hint: did it end?"))?;
+        let summary =
+            Summary::read(folder)?.with_context(|| format!("{name}: expected a run's summary; hint: did it end?"))?;
         return side(name, summary.val_bpb, summary.protocol.clone(), String::new()).map(|side| Side {
             tokens_per_second: Some(summary.tokens_per_second),
             peak_vram_mb: summary.peak_vram_mb,
@@ -84,7 +89,10 @@ fn find(study: &Study, records: &[Record], name: &str) -> Result<Side> {
         anyhow!("compare: expected an experiment's number, name or commit, or a run's folder, found {name}; hint: `log` lists the experiments")
     })?;
     let val_bpb = record.val_bpb.ok_or_else(|| {
-        anyhow!("{}: expected an experiment with a number, found a crash; hint: `log` shows which have one", record.id())
+        anyhow!(
+            "{}: expected an experiment with a number, found a crash; hint: `log` shows which have one",
+            record.id()
+        )
     })?;
     side(&record.id(), val_bpb, record.protocol.clone(), record.description.clone()).map(|side| Side {
         tokens_per_second: record.tokens_per_second,
@@ -96,17 +104,33 @@ fn find(study: &Study, records: &[Record], name: &str) -> Result<Side> {
 
 fn side(name: &str, val_bpb: f64, protocol: Option<Protocol>, description: String) -> Result<Side> {
     let Some(protocol) = protocol else {
-        bail!("{name}: expected a result that says how it was measured, found one that does not; hint: measure it again");
+        bail!(
+            "{name}: expected a result that says how it was measured, found one that does not; hint: measure it again"
+        );
     };
     let verdict = Verdict::Baseline;
     let (tokens_per_second, peak_vram_mb, num_steps) = (None, None, None);
     let name = name.to_owned();
-    Ok(Side { name, val_bpb, difference: 0.0, verdict, tokens_per_second, peak_vram_mb, num_steps, description, protocol })
+    Ok(Side {
+        name,
+        val_bpb,
+        difference: 0.0,
+        verdict,
+        tokens_per_second,
+        peak_vram_mb,
+        num_steps,
+        description,
+        protocol,
+    })
 }
 
 impl fmt::Display for Comparison {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        writeln!(f, "{:<16} {:>9} {:>10} {:>8} {:>9} {:>6}  against the first", "", "val_bpb", "difference", "tok/s", "memory", "steps")?;
+        writeln!(
+            f,
+            "{:<16} {:>9} {:>10} {:>8} {:>9} {:>6}  against the first",
+            "", "val_bpb", "difference", "tok/s", "memory", "steps"
+        )?;
         for (place, side) in self.sides.iter().enumerate() {
             let verdict = if place == 0 { String::new() } else { side.verdict.to_string() };
             let known = |value: Option<f64>| value.map_or("n/a".to_owned(), |value| format!("{value:.0}"));

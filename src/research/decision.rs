@@ -80,7 +80,9 @@ impl fmt::Display for Verdict {
             Self::Confirmed => f.write_str("gain, confirmed on new seeds"),
             Self::Unconfirmed => f.write_str("not better on new seeds"),
             Self::Worse => f.write_str("not better"),
-            Self::Incomparable(differences) => write!(f, "measured otherwise than the best: {}", differences.join(", ")),
+            Self::Incomparable(differences) => {
+                write!(f, "measured otherwise than the best: {}", differences.join(", "))
+            }
             Self::Crash => f.write_str("crash"),
         }
     }

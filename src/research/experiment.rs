@@ -40,14 +40,12 @@ impl<'a> Experiment<'a> {
     ///
     /// # Errors
     /// If anything speaks against it: nothing is changed then.
-    pub fn begin(
-        study: &'a Study,
-        interruption: &'a Interruption,
-        description: &str,
-        confirm: usize,
-    ) -> Result<Self> {
+    pub fn begin(study: &'a Study, interruption: &'a Interruption, description: &str, confirm: usize) -> Result<Self> {
         let description = one_line(description);
-        ensure!(!description.is_empty(), "--message: expected what the experiment tries, found nothing; hint: -m \"…\"");
+        ensure!(
+            !description.is_empty(),
+            "--message: expected what the experiment tries, found nothing; hint: -m \"…\""
+        );
         study.require_finished()?;
         study.require_within_bounds()?;
         let (parent, head) = (study.kept()?, study.repository.require_commit("HEAD")?);
@@ -82,7 +80,12 @@ impl<'a> Experiment<'a> {
     ///
     /// # Errors
     /// If it was kept, or its parent is not the kept commit, or the work tree has an edit.
-    pub fn retry(study: &'a Study, interruption: &'a Interruption, number: Option<u32>, confirm: usize) -> Result<Self> {
+    pub fn retry(
+        study: &'a Study,
+        interruption: &'a Interruption,
+        number: Option<u32>,
+        confirm: usize,
+    ) -> Result<Self> {
         study.require_finished()?;
         study.require_within_bounds()?;
         let kept = study.require_no_edit()?;
@@ -213,7 +216,12 @@ impl<'a> Experiment<'a> {
         {
             let branch = self.study.branch_reference();
             if repository.commit(&branch)?.as_ref() == Some(commit) {
-                repository.set_reference(&branch, &self.journal.head_before, Some(commit), "autoresearch: taken back")?;
+                repository.set_reference(
+                    &branch,
+                    &self.journal.head_before,
+                    Some(commit),
+                    "autoresearch: taken back",
+                )?;
                 if repository.branch()?.as_ref() == Some(&self.study.branch()) {
                     repository.unstage(&self.journal.head_before, &EDITABLE)?;
                 }
@@ -273,7 +281,12 @@ impl<'a> Experiment<'a> {
         if journal.kind == Kind::Edit {
             let edited = self.study.edited_since(&commit)?;
             if !edited.is_empty() {
-                repository.set_reference(&self.study.branch_reference(), &journal.head_before, Some(&commit), "autoresearch: taken back")?;
+                repository.set_reference(
+                    &self.study.branch_reference(),
+                    &journal.head_before,
+                    Some(&commit),
+                    "autoresearch: taken back",
+                )?;
                 repository.unstage(&journal.head_before, &EDITABLE)?;
                 bail!(
                     "{}: expected the commit to have what the work tree has, found a difference; hint: a hook of this repository may change files, or an editor is at work: look at it and try again",
@@ -317,9 +330,11 @@ impl<'a> Experiment<'a> {
             Err(_) => (Verdict::Crash, Vec::new()),
             Ok(summary) => {
                 let started = Instant::now();
-                let judged = self.judge(summary, best.as_ref(), noise, &commit)?;
-                seconds.confirmation = started.elapsed().as_secs_f64();
-                judged
+                let (verdict, confirmations) = self.judge(summary, best.as_ref(), noise, &commit)?;
+                if matches!(verdict, Verdict::Confirmed | Verdict::Unconfirmed) {
+                    seconds.confirmation = started.elapsed().as_secs_f64();
+                }
+                (verdict, confirmations)
             }
         };
         let (summary, crash) = match outcome {
@@ -443,7 +458,12 @@ impl<'a> Experiment<'a> {
         }
         match repository.commit(&branch)? {
             Some(head) if head == record.commit => {
-                repository.set_reference(&branch, &record.parent, Some(&record.commit), &format!("autoresearch: {}", record.status))?;
+                repository.set_reference(
+                    &branch,
+                    &record.parent,
+                    Some(&record.commit),
+                    &format!("autoresearch: {}", record.status),
+                )?;
             }
             // Done before a crash.
             Some(head) if head == record.parent => {}
@@ -475,13 +495,17 @@ fn require_space(study: &Study) -> Result<()> {
     })?;
     // Says at once what a run would find out after the build.
     tempfile::Builder::new().prefix(".writable").tempfile_in(runs).map_err(|error| {
-        anyhow!("{}: expected a folder that may be written, found: {error}; hint: check its permissions and free space", runs.display())
+        anyhow!(
+            "{}: expected a folder that may be written, found: {error}; hint: check its permissions and free space",
+            runs.display()
+        )
     })?;
     let records = study.ledger.records(&study.tag)?;
     let largest = records.iter().map(|record| folder_size(&record.run_dir)).max().unwrap_or_default();
     let needed = (largest + largest / 2).max(SMALLEST_SPACE);
-    let free = fs4::available_space(runs)
-        .map_err(|error| anyhow!("{}: its free space cannot be read ({error}); hint: does it exist?", runs.display()))?;
+    let free = fs4::available_space(runs).map_err(|error| {
+        anyhow!("{}: its free space cannot be read ({error}); hint: does it exist?", runs.display())
+    })?;
     ensure!(
         free >= needed,
         "{}: expected {} MiB of free space for a run, found {}; hint: remove old runs' folders",
@@ -506,5 +530,7 @@ fn leave_program(program: &Path, root: &Path) -> Result<()> {
         fs::copy(program, &temporary)?;
         Ok(temporary.persist(&path).map_err(|failed| failed.error)?)
     };
-    copy().map_err(|error| anyhow!("{}: cannot leave the program there ({error}); hint: is the folder writable?", path.display()))
+    copy().map_err(|error| {
+        anyhow!("{}: cannot leave the program there ({error}); hint: is the folder writable?", path.display())
+    })
 }

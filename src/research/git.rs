@@ -1,14 +1,20 @@
 //! The few things that experiments ask of git, by its own command: it runs the user's hooks and reads the user's settings.
 
+use crate::research::process::{self, How};
 use anyhow::{Result, anyhow, bail, ensure};
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
+use std::time::Duration;
+
+/// Longest that a commit may take, hooks included.
+const HOOK_LIMIT: Duration = Duration::from_secs(300);
 
 /// A git work tree.
 #[derive(Clone, Debug)]
 pub struct Repository {
     root: PathBuf,
+    own: PathBuf,
     common: PathBuf,
 }
 
@@ -25,12 +31,17 @@ impl Repository {
             ensure!(output.status.success(), "{}: expected a git work tree, found none; {hint}", folder.display());
             Ok(PathBuf::from(text(&output.stdout).trim_end_matches('\n')))
         };
-        Ok(Self { root: at("--show-toplevel")?, common: at("--git-common-dir")? })
+        Ok(Self { root: at("--show-toplevel")?, own: at("--git-dir")?, common: at("--git-common-dir")? })
     }
 
     /// Top of the work tree.
     pub fn root(&self) -> &Path {
         &self.root
+    }
+
+    /// Git's own folder for this work tree.
+    pub fn own_dir(&self) -> &Path {
+        &self.own
     }
 
     /// Git's own folder, shared by all work trees of the repository.
@@ -101,13 +112,14 @@ impl Repository {
     /// # Errors
     /// With git's or the hook's own words.
     pub fn commit_files(&self, paths: &[&str], message: &str) -> Result<String> {
-        let mut arguments = vec!["commit", "--quiet", "--cleanup=verbatim", "--message", message, "--only", "--"];
-        arguments.extend(paths);
-        let output = self.output(&arguments)?;
-        if !output.status.success() {
+        let mut git = command(&self.root);
+        git.args(["commit", "--quiet", "--cleanup=verbatim", "--message", message, "--only", "--"]).args(paths);
+        // A hook may wait for an answer that nobody gives.
+        let output = process::output(git, HOOK_LIMIT)?;
+        if output.how != How::Exited(0) {
             bail!(
                 "git commit: expected it to take the edit, found: {}; hint: the edit is as it was; a hook of this repository may have refused it",
-                said(&output)
+                said(&output.stdout, &output.stderr)
             );
         }
         self.require_commit("HEAD")
@@ -175,7 +187,8 @@ impl Repository {
             arguments.extend([folder.as_os_str(), OsStr::new(commit)]);
             return check(&self.output(&arguments)?, "git worktree add").map(drop);
         }
-        let lock = command(folder).args(["rev-parse", "--path-format=absolute", "--git-path", "index.lock"]).output()?;
+        let lock =
+            command(folder).args(["rev-parse", "--path-format=absolute", "--git-path", "index.lock"]).output()?;
         // Left by a git that was killed: this folder is ours alone.
         std::fs::remove_file(text(&lock.stdout).trim_end_matches('\n')).ok();
         let output =
@@ -210,7 +223,7 @@ fn command(folder: &Path) -> Command {
 
 fn check(output: &Output, what: &str) -> Result<String> {
     if !output.status.success() {
-        let said = said(output);
+        let said = said(&output.stdout, &output.stderr);
         let hint = if said.contains(".lock") {
             "hint: if no other git is running, remove that lock file"
         } else {
@@ -222,8 +235,8 @@ fn check(output: &Output, what: &str) -> Result<String> {
 }
 
 /// What a command printed, on one line and not too long.
-fn said(output: &Output) -> String {
-    let all = [text(&output.stderr), text(&output.stdout)].join("\n");
+fn said(stdout: &[u8], stderr: &[u8]) -> String {
+    let all = [text(stderr), text(stdout)].join("\n");
     let lines: Vec<&str> = all.lines().map(str::trim).filter(|line| !line.is_empty()).collect();
     let line = lines.join(" / ");
     match line.char_indices().nth(600) {
@@ -235,4 +248,112 @@ fn said(output: &Output) -> String {
 
 fn text(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes).into_owned()
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use super::*;
+    use std::fs;
+    use tempfile::TempDir;
+
+    /// A repository with one commit of these files.
+    pub(crate) fn repository(files: &[(&str, &str)]) -> (TempDir, Repository) {
+        let folder = tempfile::tempdir().unwrap();
+        let git = |arguments: &[&str]| {
+            let output = command(folder.path()).args(arguments).output().unwrap();
+            assert!(output.status.success(), "{arguments:?}: {output:?}");
+        };
+        git(&["init", "--quiet", "--initial-branch", "main"]);
+        for (key, value) in [("user.name", "Test"), ("user.email", "test@example.org"), ("commit.gpgsign", "false")] {
+            git(&["config", key, value]);
+        }
+        for (name, content) in files {
+            let path = folder.path().join(name);
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            fs::write(path, content).unwrap();
+        }
+        git(&["add", "--all"]);
+        git(&["commit", "--quiet", "--message", "first"]);
+        let repository = Repository::open(folder.path()).unwrap();
+        (folder, repository)
+    }
+
+    #[test]
+    fn changes_are_seen_in_the_work_tree_and_in_the_index_but_not_where_they_are_excluded() {
+        let (folder, repository) =
+            repository(&[("src/model.rs", "a"), ("src/eval.rs", "a"), ("b", "b"), ("a name", "")]);
+        let head = repository.require_commit("HEAD").unwrap();
+        let changed = || repository.changed_files(&head, &["src/model.rs"]).unwrap();
+        assert!(changed().is_empty());
+        let write = |name: &str, text: &str| fs::write(folder.path().join(name), text).unwrap();
+        write("src/model.rs", "edited");
+        write("untracked", "");
+        assert!(changed().is_empty());
+        write("src/eval.rs", "edited");
+        fs::remove_file(folder.path().join("a name")).unwrap();
+        assert_eq!(changed(), ["a name", "src/eval.rs"]);
+        // Staged, and put back in the work tree.
+        repository.run(&["add", "src/eval.rs", "untracked"]).unwrap();
+        write("src/eval.rs", "a");
+        assert_eq!(changed(), ["a name", "src/eval.rs", "untracked"]);
+        repository.run(&["update-index", "--assume-unchanged", "b"]).unwrap();
+        assert_eq!(repository.hidden_files().unwrap(), ["b"]);
+    }
+
+    #[test]
+    fn a_commit_has_the_named_files_and_nothing_that_was_staged_beside_them() {
+        let (folder, repository) = repository(&[("a", "1"), ("b", "1")]);
+        fs::write(folder.path().join("a"), "2").unwrap();
+        fs::write(folder.path().join("b"), "2").unwrap();
+        repository.run(&["add", "b"]).unwrap();
+        let before = repository.require_commit("HEAD").unwrap();
+        let commit = repository.commit_files(&["a"], "only a\n# no comment").unwrap();
+        let names = repository.run(&["diff", "--name-only", &before, &commit]).unwrap();
+        assert_eq!(names, "a\n");
+        assert_eq!(repository.subject(&commit).unwrap(), "only a # no comment");
+        assert_eq!(repository.run(&["diff", "--cached", "--name-only"]).unwrap(), "b\n");
+    }
+
+    #[test]
+    #[cfg(unix)]
+    fn a_hook_that_refuses_is_quoted_and_leaves_the_edit() {
+        use std::os::unix::fs::PermissionsExt;
+        let (folder, repository) = repository(&[("a", "1")]);
+        let hook = folder.path().join(".git/hooks/pre-commit");
+        fs::write(&hook, "#!/bin/sh\necho no commits on Sundays >&2\nexit 1\n").unwrap();
+        fs::set_permissions(&hook, fs::Permissions::from_mode(0o755)).unwrap();
+        fs::write(folder.path().join("a"), "2").unwrap();
+        let head = repository.require_commit("HEAD").unwrap();
+        let message = repository.commit_files(&["a"], "try").unwrap_err().to_string();
+        assert!(message.contains("no commits on Sundays") && message.contains("; hint: "), "{message}");
+        assert_eq!(repository.require_commit("HEAD").unwrap(), head);
+        assert_eq!(fs::read_to_string(folder.path().join("a")).unwrap(), "2");
+    }
+
+    #[test]
+    fn a_folder_of_our_own_has_the_files_of_any_commit_whatever_it_had() {
+        let (folder, repository) = repository(&[("a", "1")]);
+        let first = repository.require_commit("HEAD").unwrap();
+        fs::write(folder.path().join("a"), "2").unwrap();
+        let second = repository.commit_files(&["a"], "second").unwrap();
+        let own = repository.common_dir().join("own");
+        let content = || fs::read_to_string(own.join("a")).unwrap();
+        repository.checkout(&own, &first).unwrap();
+        assert_eq!(content(), "1");
+        fs::write(own.join("a"), "damaged").unwrap();
+        fs::write(repository.common_dir().join("worktrees/own/index.lock"), "").unwrap();
+        repository.checkout(&own, &second).unwrap();
+        assert_eq!(content(), "2");
+        fs::remove_dir_all(&own).unwrap();
+        repository.checkout(&own, &first).unwrap();
+        assert_eq!(content(), "1");
+        assert_eq!(repository.branch().unwrap().as_deref(), Some("main"));
+    }
+
+    #[test]
+    fn no_repository_is_an_error_with_a_hint() {
+        let folder = tempfile::tempdir().unwrap();
+        let message = Repository::open(folder.path()).unwrap_err().to_string();
+        assert!(message.contains("expected a git work tree") && message.contains("; hint: "), "{message}");
+    }
 }

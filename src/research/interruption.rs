@@ -7,7 +7,9 @@ use std::time::{Duration, Instant};
 
 /// The user wants an end: what was begun is unfinished, not failed.
 #[derive(Debug, thiserror::Error)]
-#[error("interrupted; hint: `experiment --resume` goes on with what is unfinished, `undo` takes it back and leaves the edit")]
+#[error(
+    "interrupted; hint: `experiment --resume` goes on with what is unfinished, `undo` takes it back and leaves the edit"
+)]
 pub struct Interrupted;
 
 /// Code with which a program ends that Ctrl-C has ended twice.

@@ -66,7 +66,9 @@ impl Journal {
         let text = match fs::read_to_string(&path) {
             Ok(text) => text,
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
-            Err(error) => return Err(anyhow!("{}: cannot be read ({error}); hint: check its permissions", path.display())),
+            Err(error) => {
+                return Err(anyhow!("{}: cannot be read ({error}); hint: check its permissions", path.display()));
+            }
         };
         serde_json::from_str(&text).map(Some).map_err(|error| {
             anyhow!(

@@ -266,9 +266,7 @@ impl Ledger {
                 String::from_utf8(bytes).with_context(|| format!("{}: expected text in UTF-8", path.display()))
             }
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(String::new()),
-            Err(error) => {
-                Err(anyhow!("{}: cannot be read ({error}); hint: check its permissions", path.display()))
-            }
+            Err(error) => Err(anyhow!("{}: cannot be read ({error}); hint: check its permissions", path.display())),
         }
     }
 }

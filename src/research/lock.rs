@@ -1,4 +1,4 @@
-//! Locks that end with the process that holds them: one experiment at a time on a device, and on a branch.
+//! Locks that end with the process that holds them: one experiment at a time on a device, and in a work tree.
 
 use anyhow::{Context, Result, anyhow, bail};
 use std::fs::{self, File, OpenOptions, TryLockError};
@@ -56,17 +56,15 @@ fn lock_file(folder: &Path, name: &str, work: &str, is_shared: bool) -> Result<F
                 holder => holder,
             };
             bail!(
-                "{}: expected a free device and branch, found them taken by {holder}; hint: wait for it, or give each its own --device (a GPU's number) at `start`",
+                "{}: expected device and work tree free, found one taken by {holder}; hint: wait for it, or give each its own --device (a GPU's number) at `start`",
                 path.display()
             );
         }
         Err(TryLockError::Error(error)) => return Err(unusable(error)),
     }
     let note = format!("process {} ({work})\n", std::process::id());
-    let written = file
-        .set_len(0)
-        .and_then(|()| file.seek(SeekFrom::Start(0)))
-        .and_then(|_| file.write_all(note.as_bytes()));
+    let written =
+        file.set_len(0).and_then(|()| file.seek(SeekFrom::Start(0))).and_then(|_| file.write_all(note.as_bytes()));
     written.with_context(|| format!("{}: cannot write the lock file", path.display()))?;
     Ok(file)
 }
@@ -96,7 +94,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("file");
         fs::write(&file, "").unwrap();
-        let message = Lock::take(&file.join("locks"), "branch.lock", "").unwrap_err().to_string();
-        assert!(message.contains("branch.lock") && message.contains("; hint: "), "{message}");
+        let message = Lock::take(&file.join("locks"), "work.lock", "").unwrap_err().to_string();
+        assert!(message.contains("work.lock") && message.contains("; hint: "), "{message}");
     }
 }

@@ -44,10 +44,15 @@ impl Noise {
         let text = match fs::read_to_string(&path) {
             Ok(text) => text,
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
-            Err(error) => return Err(anyhow!("{}: cannot be read ({error}); hint: check its permissions", path.display())),
+            Err(error) => {
+                return Err(anyhow!("{}: cannot be read ({error}); hint: check its permissions", path.display()));
+            }
         };
         serde_json::from_str(&text).map(Some).map_err(|error| {
-            anyhow!("{}: expected what `noise` measured, found: {error}; hint: remove it and measure again", path.display())
+            anyhow!(
+                "{}: expected what `noise` measured, found: {error}; hint: remove it and measure again",
+                path.display()
+            )
         })
     }
 
@@ -59,9 +64,15 @@ impl Noise {
 impl fmt::Display for Noise {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let values = self.values();
-        let (lowest, highest) = (values.iter().copied().fold(f64::MAX, f64::min), values.iter().copied().fold(f64::MIN, f64::max));
+        let (lowest, highest) =
+            (values.iter().copied().fold(f64::MAX, f64::min), values.iter().copied().fold(f64::MIN, f64::max));
         let mean = values.iter().sum::<f64>() / values.len() as f64;
-        writeln!(f, "commit {}: {} runs, mean {mean:.6}, lowest {lowest:.6}, highest {highest:.6}", short(&self.commit), values.len())?;
+        writeln!(
+            f,
+            "commit {}: {} runs, mean {mean:.6}, lowest {lowest:.6}, highest {highest:.6}",
+            short(&self.commit),
+            values.len()
+        )?;
         match chance_difference(&values) {
             Some(limit) => write!(
                 f,
@@ -105,14 +116,20 @@ pub fn largest_chance_difference(study: &Study, best: Option<&Record>) -> Result
 ///
 /// # Errors
 /// If something is unfinished or edited, a run gives no number, or the user interrupts: what was measured stays.
-pub fn measure(study: &Study, interruption: &Interruption, runs: usize, mut say: impl FnMut(&NoiseRun)) -> Result<Noise> {
+pub fn measure(
+    study: &Study,
+    interruption: &Interruption,
+    runs: usize,
+    mut say: impl FnMut(&NoiseRun),
+) -> Result<Noise> {
     ensure!(runs >= 2, "--runs: expected at least 2, found {runs}; hint: 5 give a usable spread");
     study.require_finished()?;
     study.require_within_bounds()?;
     let commit = study.require_no_edit()?;
     let root = study.settings.runs_dir.join(format!("{}-noise-{}", study.tag, short(&commit)));
-    fs::create_dir_all(&root)
-        .map_err(|error| anyhow!("{}: cannot make the folder ({error}); hint: check that it may be written", root.display()))?;
+    fs::create_dir_all(&root).map_err(|error| {
+        anyhow!("{}: cannot make the folder ({error}); hint: check that it may be written", root.display())
+    })?;
     let built = worktree::build(study, &commit, &root.join("build.log"), interruption, |_| Ok(()))?;
     let Ok(program) = &built.program else {
         bail!("commit {}: expected it to build, found that it does not; hint: see {}", short(&commit), root.display());
@@ -127,11 +144,18 @@ pub fn measure(study: &Study, interruption: &Interruption, runs: usize, mut say:
             anyhow!("{}: expected a number, found a crash ({}); hint: see run.log there", folder.display(), crash.kind)
         })?;
         let Some(protocol) = summary.protocol else {
-            bail!("{}: expected a run that says how it was measured, found one that does not; hint: remove the folder", folder.display());
+            bail!(
+                "{}: expected a run that says how it was measured, found one that does not; hint: remove the folder",
+                folder.display()
+            );
         };
         let run = NoiseRun { seed, val_bpb: summary.val_bpb };
         say(&run);
-        let noise = measured.get_or_insert_with(|| Noise { commit: commit.clone(), runs: Vec::new(), protocol: protocol.clone() });
+        let noise = measured.get_or_insert_with(|| Noise {
+            commit: commit.clone(),
+            runs: Vec::new(),
+            protocol: protocol.clone(),
+        });
         noise.runs.push(run);
         noise.protocol = protocol;
         // One run alone has no spread: it must not replace an earlier measurement.

@@ -121,10 +121,18 @@ pub struct Table<'a>(pub &'a [Record]);
 
 impl fmt::Display for Table<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{:<14} {:<7} {:>9} {:>9} {:>6} {:>8}  {:<16} description", "experiment", "commit", "val_bpb", "gain", "GB", "tok/s", "status")?;
+        write!(
+            f,
+            "{:<14} {:<7} {:>9} {:>9} {:>6} {:>8}  {:<16} description",
+            "experiment", "commit", "val_bpb", "gain", "GB", "tok/s", "status"
+        )?;
         for record in self.0 {
-            let number = |value: Option<f64>, digits: usize| value.map_or("-".to_owned(), |value| format!("{value:.digits$}"));
-            let gain = record.best_before.zip(record.val_bpb).map_or("-".to_owned(), |(best, own)| format!("{:+.6}", own - best));
+            let number =
+                |value: Option<f64>, digits: usize| value.map_or("-".to_owned(), |value| format!("{value:.digits$}"));
+            let gain = record
+                .best_before
+                .zip(record.val_bpb)
+                .map_or("-".to_owned(), |(best, own)| format!("{:+.6}", own - best));
             let status = match &record.crash {
                 Some(crash) => format!("crash: {}", crash.kind),
                 None => record.status.to_string(),

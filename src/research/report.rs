@@ -40,7 +40,9 @@ impl fmt::Display for Finished {
         let branch = branch_name(&record.tag);
         match record.status {
             Status::Keep => writeln!(f, "commit:  {} on {branch}", short(&record.commit))?,
-            _ if record.commit == record.parent => writeln!(f, "commit:  {} on {branch}, which stays", short(&record.commit))?,
+            _ if record.commit == record.parent => {
+                writeln!(f, "commit:  {} on {branch}, which stays", short(&record.commit))?
+            }
             _ => writeln!(
                 f,
                 "commit:  {} as refs/autoresearch/{}/{}; {branch} is at {} again",
@@ -84,7 +86,9 @@ fn noise(record: &Record) -> String {
         .map(|run| format!("seed {}: {:.6} against {:.6}", run.seed, run.val_bpb, run.best))
         .collect();
     match (&record.verdict, record.noise) {
-        (Verdict::Confirmed | Verdict::Unconfirmed, _) if runs.is_empty() => "a run with a new seed gave no number".to_owned(),
+        (Verdict::Confirmed | Verdict::Unconfirmed, _) if runs.is_empty() => {
+            "a run with a new seed gave no number".to_owned()
+        }
         (Verdict::Confirmed | Verdict::Unconfirmed, _) => runs.join("; "),
         (_, Some(noise)) => format!("equal runs differ by up to {noise:.6} (95 %)"),
         (_, None) => "not measured; `noise --runs 5` does".to_owned(),
@@ -93,8 +97,12 @@ fn noise(record: &Record) -> String {
 
 fn next(record: &Record) -> String {
     let own = match (&record.verdict, record.status) {
-        (Verdict::Baseline, Status::Keep) => "edit src/model.rs or src/optim.rs, then `experiment -m \"what this tries\"`",
-        (Verdict::Incomparable(_), _) => "`start` a new branch: this one's numbers do not compare with those from now on",
+        (Verdict::Baseline, Status::Keep) => {
+            "edit src/model.rs or src/optim.rs, then `experiment -m \"what this tries\"`"
+        }
+        (Verdict::Incomparable(_), _) => {
+            "`start` a new branch: this one's numbers do not compare with those from now on"
+        }
         (_, Status::Keep) => "the branch goes on from here: edit and `experiment` again",
         (_, Status::Crash) if record.commit == record.parent => "mend what stopped the baseline, then `retry`",
         (_, Status::Crash) => "mend the edit (`git cherry-pick --no-commit` brings it back) or try something else",

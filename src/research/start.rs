@@ -32,6 +32,7 @@ pub fn start(folder: &Path, tag: &str, settings: Settings, interruption: &Interr
             "expected no uncommitted changes, found some in {}; hint: commit them, or put them aside with `git stash`",
             changed.join(", ")
         );
+        study.require_allowed_sources()?;
         repository.set_reference(&study.reference("start"), &head, None, "autoresearch: start")?;
         repository.set_reference(&study.reference("kept"), &head, None, "autoresearch: start")?;
         study.settings.write(&branch_folder(repository, tag))?;

@@ -52,7 +52,8 @@ impl Study {
     /// If HEAD is detached or on another branch, or `start` has not made this one.
     pub fn open(folder: &Path) -> Result<Self> {
         let repository = Repository::open(folder)?;
-        let start = "hint: `start <tag>` makes one from here, `git switch autoresearch/<tag>` goes to one that is there";
+        let start =
+            "hint: `start <tag>` makes one from here, `git switch autoresearch/<tag>` goes to one that is there";
         let branch = repository.branch()?.with_context(|| {
             format!("HEAD: expected the branch {BRANCH_PREFIX}<tag>, found a commit without a branch (detached HEAD); {start}")
         })?;
@@ -87,6 +88,11 @@ impl Study {
     /// Where the branch's own files lie: in git's folder, where nothing that cleans a work tree finds them.
     pub fn folder(&self) -> PathBuf {
         branch_folder(&self.repository, &self.tag)
+    }
+
+    /// Where the files of this work tree lie, which all its branches share.
+    pub fn work_folder(&self) -> PathBuf {
+        self.repository.own_dir().join("autoresearch")
     }
 
     /// The commit that the branch started from.
@@ -126,14 +132,14 @@ impl Study {
         Ok(recorded.chain(referenced).max().map_or(0, |last: u32| last + 1))
     }
 
-    /// Takes branch and device for this process.
+    /// Takes the work tree, and with it the branch, and the device for this process.
     ///
     /// # Errors
     /// If another process has one of them.
     pub fn lock(&self, command: &str) -> Result<(Lock, Lock)> {
         let work = format!("{command} in {}", self.repository.root().display());
         Ok((
-            Lock::take(&self.folder(), "branch.lock", &work)?,
+            Lock::take(&self.work_folder(), "work.lock", &work)?,
             Lock::take_device(&self.settings.locks_dir, &self.settings.device, &work)?,
         ))
     }
@@ -174,10 +180,19 @@ impl Study {
             "expected git to see all files, found some marked as unchanged: {}; hint: `git update-index --no-assume-unchanged --no-skip-worktree FILE`",
             shortened(&hidden)
         );
+        self.require_allowed_sources()
+    }
+
+    /// Makes sure that the editable files hold only what an experiment may use.
+    ///
+    /// # Errors
+    /// Otherwise: it names file, line and what is found there.
+    pub fn require_allowed_sources(&self) -> Result<()> {
         for name in EDITABLE {
             let path = self.repository.root().join(name);
-            let source = fs::read_to_string(&path)
-                .map_err(|error| anyhow!("{name}: cannot be read ({error}); hint: `git restore {name}` brings it back"))?;
+            let source = fs::read_to_string(&path).map_err(|error| {
+                anyhow!("{name}: cannot be read ({error}); hint: `git restore {name}` brings it back")
+            })?;
             source_check::check(name, &source)?;
         }
         Ok(())
@@ -209,7 +224,11 @@ impl Study {
             head == kept && edited.is_empty(),
             "expected the branch at the kept commit {} without an edit, found {}; hint: `experiment` measures an edit, `git stash` puts it aside",
             short(&kept),
-            if edited.is_empty() { format!("HEAD at {}", short(&head)) } else { format!("edits in {}", edited.join(", ")) }
+            if edited.is_empty() {
+                format!("HEAD at {}", short(&head))
+            } else {
+                format!("edits in {}", edited.join(", "))
+            }
         );
         Ok(kept)
     }
@@ -219,8 +238,9 @@ impl Settings {
     fn read(folder: &Path, tag: &str) -> Result<Self> {
         let path = folder.join("settings.json");
         let hint = format!("hint: `start` with another tag than {tag} makes a branch for experiments from here");
-        let text = fs::read_to_string(&path)
-            .map_err(|error| anyhow!("{}: expected what `start` wrote for this branch ({error}); {hint}", path.display()))?;
+        let text = fs::read_to_string(&path).map_err(|error| {
+            anyhow!("{}: expected what `start` wrote for this branch ({error}); {hint}", path.display())
+        })?;
         serde_json::from_str(&text)
             .map_err(|error| anyhow!("{}: expected a branch's settings, found: {error}; {hint}", path.display()))
     }
@@ -230,8 +250,9 @@ impl Settings {
     /// # Errors
     /// If they cannot be written.
     pub fn write(&self, folder: &Path) -> Result<()> {
-        fs::create_dir_all(folder)
-            .map_err(|error| anyhow!("{}: cannot be made ({error}); hint: git's folder must be writable", folder.display()))?;
+        fs::create_dir_all(folder).map_err(|error| {
+            anyhow!("{}: cannot be made ({error}); hint: git's folder must be writable", folder.display())
+        })?;
         write_atomically(&folder.join("settings.json"), serde_json::to_string_pretty(self)?.as_bytes())
     }
 }

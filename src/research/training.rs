@@ -35,8 +35,9 @@ pub fn measure(
     if let Some(summary) = finished(folder, commit) {
         return Ok(Ok(summary));
     }
-    fs::create_dir_all(folder)
-        .map_err(|error| anyhow!("{}: cannot be made ({error}); hint: check that it may be written", folder.display()))?;
+    fs::create_dir_all(folder).map_err(|error| {
+        anyhow!("{}: cannot be made ({error}); hint: check that it may be written", folder.display())
+    })?;
     run::clear(folder)?;
     let mut command = Command::new(program);
     command.arg("train").args(&study.settings.train_arguments).arg("--run-dir").arg(folder).arg("--end-with-stdin");

@@ -34,11 +34,11 @@ pub fn build(
     interruption: &Interruption,
     on_spawn: impl FnOnce(&ProcessId) -> Result<()>,
 ) -> Result<Built> {
-    let folder = study.folder().join("checkout");
+    let folder = study.work_folder().join("checkout");
     study.repository.checkout(&folder, commit)?;
     copy_settings(study.repository.root(), &folder)?;
     // The program lies where no other build replaces it while it runs.
-    let folders = Folders::beside(study.repository.root(), study.folder().join("target"))?;
+    let folders = Folders::beside(study.repository.root(), study.work_folder().join("target"))?;
     let build = compile::build(&folder, Some(&folders), log, LIMIT, interruption, on_spawn)?;
     let program = match build.outcome {
         Outcome::Built { executable } => Ok(executable),
