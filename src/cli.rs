@@ -8,14 +8,14 @@ use crate::data::manifest::Manifest;
 use crate::data::prepare::{DEFAULT_VOCAB_SIZE, PrepareOptions, prepare};
 use crate::device::{ComputeDevice, DEVICE_NAMES};
 use crate::output::say;
-use crate::run::{self, Conditions, Watchdog};
+use crate::run::{self, Conditions, Record, RunPlace, Watchdog};
 use crate::sample::Sampling;
 use crate::verify::{self, Finding, Goldens};
 use anyhow::{Result, bail, ensure};
 use burn::tensor::FloatDType;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 /// Starting a GPU's driver takes seconds.
 const LONGEST_CHOICE: Duration = Duration::from_secs(120);
@@ -112,6 +112,12 @@ struct TrainArgs {
     /// Folder in which the run gets its own.
     #[arg(long, value_name = "DIR", default_value = "runs")]
     runs_dir: PathBuf,
+    /// The run's own folder, instead of a new one in --runs-dir. What an earlier run left in it is replaced.
+    #[arg(long, value_name = "DIR", conflicts_with = "runs_dir")]
+    run_dir: Option<PathBuf>,
+    /// End at once when standard input closes: for programs that start a run and must not leave it behind.
+    #[arg(long, hide = true)]
+    end_with_stdin: bool,
     #[command(flatten)]
     conditions: ConditionArgs,
     #[command(flatten)]
@@ -290,15 +296,17 @@ fn quickstart(cache_dir: Option<&Path>) -> Result<()> {
         ..PrepareOptions::default()
     };
     prepare(&options, |line| say(line))?;
-    let watchdog = watch(&config, Duration::ZERO);
-    let run = run::train(&Conditions {
+    let conditions = Conditions {
         config,
         config_name: "configs/cpu.toml".to_owned(),
         steps: None,
-        runs_dir: PathBuf::from("runs"),
+        place: RunPlace::NewIn(PathBuf::from("runs")),
         cache_dir: options.cache_dir,
+    };
+    let run = recorded(|record| {
+        let _watchdog = watch(&conditions.config, record);
+        run::train(&conditions, record)
     })?;
-    drop(watchdog);
     let prompt = "Once upon a time";
     say(format_args!("---\nA sample after \"{prompt}\":"));
     let text = run::sample(&run, None, prompt, &Sampling::default())?;
@@ -352,11 +360,36 @@ fn built_in_configuration(is_cpu: bool) -> Result<(Config, String)> {
 }
 
 fn train(args: TrainArgs) -> Result<()> {
-    let started = Instant::now();
+    if args.end_with_stdin {
+        run::end_with_stdin();
+    }
+    recorded(|record| {
+        let place = match &args.run_dir {
+            Some(folder) => {
+                run::clear(folder)?;
+                // From now on, so that what goes wrong before training is found there, too.
+                record.lie_in(folder)?;
+                RunPlace::At(folder.clone())
+            }
+            None => RunPlace::NewIn(args.runs_dir.clone()),
+        };
+        train_in(place, args, record)
+    })
+}
+
+/// What `run` gives; if it fails, its record says why.
+fn recorded<T>(run: impl FnOnce(&Record) -> Result<T>) -> Result<T> {
+    let record = Record::start();
+    record.note_panics();
+    run(&record).inspect_err(|error| record.fail_with(error))
+}
+
+fn train_in(place: RunPlace, args: TrainArgs, record: &Record) -> Result<()> {
     // Without a file the device decides on the configuration: the limit that it sets is not known while the driver is asked.
     let asking = Watchdog::start(
         LONGEST_CHOICE,
         format!("FAIL: choosing the device took longer than {LONGEST_CHOICE:?}; hint: {HUNG_DRIVER}"),
+        record,
     );
     let (mut config, config_name) = configuration(args.config.as_deref(), args.conditions.device.as_deref())?;
     drop(asking);
@@ -375,24 +408,19 @@ fn train(args: TrainArgs) -> Result<()> {
     {
         say(format_args!("kill limit: raised from {usual} to {limit} s, in proportion to --time-budget"));
     }
-    let _watchdog = watch(&config, started.elapsed());
-    run::train(&Conditions {
-        config,
-        config_name,
-        steps: args.steps,
-        runs_dir: args.runs_dir,
-        cache_dir: args.cache.cache_dir,
-    })?;
+    let _watchdog = watch(&config, record);
+    let conditions = Conditions { config, config_name, steps: args.steps, place, cache_dir: args.cache.cache_dir };
+    run::train(&conditions, record)?;
     Ok(())
 }
 
-/// Ends the process when a run under `config`, which has taken `elapsed` so far, exceeds its kill limit.
-fn watch(config: &Config, elapsed: Duration) -> Option<Watchdog> {
+/// Ends the process when a run under `config`, which began with `record`, exceeds its kill limit.
+fn watch(config: &Config, record: &Record) -> Option<Watchdog> {
     let limit = config.kill_limit_seconds?;
     let line = format!(
         "FAIL: the run took longer than kill_limit_seconds {limit}; hint: {HUNG_DRIVER}; a machine that is only slow needs a larger --kill-limit"
     );
-    Some(Watchdog::start(Duration::from_secs_f64(limit).saturating_sub(elapsed), line))
+    Some(Watchdog::start(Duration::from_secs_f64(limit).saturating_sub(record.elapsed()), line, record))
 }
 
 fn evaluate(args: &EvalArgs) -> Result<()> {

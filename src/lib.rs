@@ -13,6 +13,7 @@
 //! - [`ops`] has the fused operations that the model calls, and their bodies for each backend.
 //! - [`output`] prints lines that may go nowhere.
 //! - [`parameters`] reads and replaces a module's parameters by name.
+//! - [`research`] runs experiments and names how they ended.
 //! - [`run`] trains, evaluates and leaves everything in a folder.
 //! - [`sample`] draws text from a model.
 //! - [`tokenizer`] trains and applies byte-pair encoding.
@@ -34,6 +35,7 @@ pub mod ops;
 pub mod optim;
 pub mod output;
 pub mod parameters;
+pub mod research;
 pub mod run;
 pub mod sample;
 pub mod tokenizer;

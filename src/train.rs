@@ -19,8 +19,28 @@ const SMOOTHING: f64 = 0.9;
 
 /// The training or what it led to is of no use: readers of a run's log look for the word FAIL.
 #[derive(Debug, thiserror::Error)]
-#[error("FAIL: {0}")]
-pub struct Diverged(pub String);
+#[error("FAIL: {message}")]
+pub struct Diverged {
+    /// In which way.
+    pub divergence: Divergence,
+    message: String,
+}
+
+/// What became of a number that training or evaluation gives.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Divergence {
+    /// It is none.
+    Nan,
+    /// It is infinite or too large.
+    Exploding,
+}
+
+impl Diverged {
+    /// The loss or the metric is `value`, which `message` explains.
+    pub fn new(value: f64, message: String) -> Self {
+        Self { divergence: if value.is_nan() { Divergence::Nan } else { Divergence::Exploding }, message }
+    }
+}
 
 /// Time since some fixed moment; tests pass one of their own.
 pub trait Clock {
@@ -239,9 +259,10 @@ impl Training<'_> {
             working = in_compute_type(&model, compute_type);
             let loss = losses.context("a step has at least one forward pass")?.into_scalar::<f32>() as f64;
             if !loss.is_finite() || loss > LARGEST_LOSS {
-                bail!(Diverged(format!(
+                let message = format!(
                     "the loss is {loss} at step {step}, expected a number up to {LARGEST_LOSS}; hint: a learning rate or an initialisation in src/model.rs may be too large"
-                )));
+                );
+                bail!(Diverged::new(loss, message));
             }
             device.sync().map_err(|error| anyhow::anyhow!("the device failed at step {step} ({error:?}); hint: its driver may have more to say, see the system's log"))?;
             let duration = clock.now().saturating_sub(start);

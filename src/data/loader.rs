@@ -3,6 +3,7 @@
 //! One thread reads documents in order, a few tokenize them, one packs rows. Every channel between them is bounded, so that
 //! they run ahead of training by a fixed amount; none of them uses rayon's pool, which belongs to the training step.
 
+use super::DataError;
 use super::documents::Documents;
 use super::packing::{Packer, PackerPosition, PackerState, Packing, Passes, Refill, TokenizedDocument};
 use crate::tokenizer::Tokenizer;
@@ -160,7 +161,7 @@ impl Loader {
     /// The next batch; none at the end of a single pass.
     ///
     /// # Errors
-    /// If a document could not be read or a thread panicked; every later call fails too.
+    /// [`DataError`] if a document could not be read or a thread panicked; every later call fails too.
     pub fn next_batch(&mut self) -> Result<Option<Batch>> {
         ensure!(!self.failed, "the loader has stopped after an error; hint: see the first error");
         let asked = Instant::now();
@@ -169,7 +170,7 @@ impl Loader {
             Some(Ok(batch)) => Ok(Some(Batch { waited: asked.elapsed(), ..batch })),
             Some(Err(error)) => {
                 self.failed = true;
-                Err(error)
+                Err(DataError::from(error).into())
             }
         }
     }

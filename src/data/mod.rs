@@ -17,3 +17,14 @@ pub mod prepare;
 pub mod prepared;
 pub mod tales;
 pub mod text_files;
+
+/// The data of a run cannot be used, which is no fault of its model.
+#[derive(Debug, thiserror::Error)]
+#[error("{0:#}")]
+pub struct DataError(anyhow::Error);
+
+impl From<anyhow::Error> for DataError {
+    fn from(error: anyhow::Error) -> Self {
+        Self(error)
+    }
+}

@@ -1,8 +1,11 @@
 //! `runs/<id>/`: everything that one run leaves, written as it goes.
 
+use super::{WEIGHTS, failure, phases, summary};
 use crate::atomic_file::write_atomically;
+use crate::tokenizer::{HEADER_FILE, RANKS_FILE};
 use anyhow::{Result, anyhow, bail};
 use serde::Serialize;
+use serde::de::DeserializeOwned;
 use std::fs::{self, File, OpenOptions};
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -16,6 +19,29 @@ const OPTIM_SOURCE: &str = include_str!("../optim.rs");
 /// Name of the file that gets a line for each step.
 const METRICS: &str = "metrics.jsonl";
 
+/// What a run writes, besides `phase.json`.
+const FILES: [&str; 10] = [
+    "config.json",
+    "model.rs",
+    "optim.rs",
+    "commit.txt",
+    RANKS_FILE,
+    HEADER_FILE,
+    METRICS,
+    WEIGHTS,
+    summary::FILE,
+    failure::FILE,
+];
+
+/// Where a run's folder is.
+#[derive(Clone, Debug)]
+pub enum RunPlace {
+    /// A new folder in this one, named after the time.
+    NewIn(PathBuf),
+    /// This folder; see [`clear`].
+    At(PathBuf),
+}
+
 /// A run's own folder.
 #[derive(Debug)]
 pub struct RunFolder {
@@ -24,13 +50,16 @@ pub struct RunFolder {
 }
 
 impl RunFolder {
-    /// Makes a new folder in `root`, named after the time, and writes what the run starts from: `config.json` (`config`),
-    /// `model.rs`, `optim.rs` and `commit.txt`.
+    /// Makes the folder and writes what the run starts from: `config.json` (`config`), `model.rs`, `optim.rs` and
+    /// `commit.txt`.
     ///
     /// # Errors
     /// If the folder or a file in it cannot be written.
-    pub fn create(root: &Path, config: &impl Serialize) -> Result<Self> {
-        let path = new_folder(root)?;
+    pub fn create(place: &RunPlace, config: &impl Serialize) -> Result<Self> {
+        let path = match place {
+            RunPlace::NewIn(root) => new_folder(root)?,
+            RunPlace::At(folder) => folder.clone(),
+        };
         let metrics = path.join(METRICS);
         let opened = OpenOptions::new().create(true).append(true).open(&metrics);
         let metrics = opened.map_err(|error| unwritable(&metrics, &error))?;
@@ -61,12 +90,61 @@ impl RunFolder {
     /// # Errors
     /// If it cannot be written.
     pub fn write_json(&self, name: &str, value: &impl Serialize) -> Result<()> {
-        self.write(name, format!("{}\n", serde_json::to_string_pretty(value)?).as_bytes())
+        write_json(&self.path.join(name), value)
     }
 
     fn write(&self, name: &str, bytes: &[u8]) -> Result<()> {
         write_atomically(&self.path.join(name), bytes)
     }
+}
+
+/// Makes the folder at `path` where it is missing, and removes what an earlier run left in it.
+///
+/// # Errors
+/// If that cannot be done, or the folder holds such files that no run wrote.
+pub fn clear(path: &Path) -> Result<()> {
+    let hint = "hint: name another folder with --run-dir";
+    fs::create_dir_all(path)
+        .map_err(|error| anyhow!("{}: cannot make the run's folder ({error}); {hint}", path.display()))?;
+    let left: Vec<&str> = FILES.into_iter().filter(|name| path.join(name).exists()).collect();
+    // A run writes it before all others.
+    if let (Some(name), false) = (left.first(), path.join(phases::FILE).exists()) {
+        bail!(
+            "{}: expected a new folder or a run's, found {name} and no {}, which would be overwritten; {hint}",
+            path.display(),
+            phases::FILE
+        );
+    }
+    for name in left {
+        let file = path.join(name);
+        fs::remove_file(&file)
+            .map_err(|error| anyhow!("{}: cannot remove an earlier run's file ({error}); {hint}", file.display()))?;
+    }
+    Ok(())
+}
+
+/// Writes `value` to the file at `path`, whole or not at all.
+///
+/// # Errors
+/// If it cannot be written.
+pub(super) fn write_json(path: &Path, value: &impl Serialize) -> Result<()> {
+    write_atomically(path, format!("{}\n", serde_json::to_string_pretty(value)?).as_bytes())
+}
+
+/// Reads what [`write_json`] wrote; none if there is no such file.
+///
+/// # Errors
+/// If it cannot be read or holds something else.
+pub(super) fn read_json<T: DeserializeOwned>(path: &Path) -> Result<Option<T>> {
+    let hint = "hint: a run writes this file; make the run again";
+    let text = match fs::read_to_string(path) {
+        Ok(text) => text,
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
+        Err(error) => bail!("{}: cannot read the file ({error}); {hint}", path.display()),
+    };
+    let value = serde_json::from_str(&text)
+        .map_err(|error| anyhow!("{}: expected what a run writes, found: {error}; {hint}", path.display()))?;
+    Ok(Some(value))
 }
 
 fn unwritable(path: &Path, error: &std::io::Error) -> anyhow::Error {
@@ -127,7 +205,8 @@ mod tests {
     #[test]
     fn a_run_starts_with_its_sources_and_configuration() {
         let root = tempfile::tempdir().unwrap();
-        let mut folder = RunFolder::create(root.path(), &serde_json::json!({"seed": 1})).unwrap();
+        let mut folder =
+            RunFolder::create(&RunPlace::NewIn(root.path().to_path_buf()), &serde_json::json!({"seed": 1})).unwrap();
         folder.append_metrics(&serde_json::json!({"step": 0})).unwrap();
         let read = |name: &str| fs::read_to_string(folder.path().join(name)).unwrap();
         assert_eq!(read("model.rs"), MODEL_SOURCE);
@@ -141,7 +220,25 @@ mod tests {
         let root = tempfile::tempdir().unwrap();
         let file = root.path().join("file");
         fs::write(&file, "").unwrap();
-        let error = RunFolder::create(&file.join("runs"), &()).unwrap_err();
+        let error = RunFolder::create(&RunPlace::NewIn(file.join("runs")), &()).unwrap_err();
         assert!(format!("{error:#}").contains("--runs-dir"), "{error:#}");
+    }
+
+    #[test]
+    fn only_what_a_run_left_is_cleared() {
+        let root = tempfile::tempdir().unwrap();
+        let run = root.path().join("some/run");
+        clear(&run).unwrap();
+        let write = |name: &str| fs::write(run.join(name), "text").unwrap();
+        ["run.log", "model.rs", "summary.json"].into_iter().for_each(write);
+        // As the folder `src` looks.
+        let message = clear(&run).unwrap_err().to_string();
+        assert!(message.contains("model.rs and no phase.json") && message.contains("--run-dir"), "{message}");
+        assert!(run.join("summary.json").exists());
+        write("phase.json");
+        clear(&run).unwrap();
+        let mut left: Vec<_> = fs::read_dir(&run).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+        left.sort();
+        assert_eq!(left, ["phase.json", "run.log"]);
     }
 }

@@ -1,12 +1,19 @@
 //! One run: train, evaluate, print the summary, leave everything in `runs/<id>/`; evaluate or sample from it later.
+//!
+//! Whoever started a run reads how it went from its folder: [`Phases`], [`Failure`], [`Summary`].
 
+mod failure;
 mod folder;
+mod parent;
+mod phases;
 mod progress;
+mod record;
 mod summary;
 mod watchdog;
 
 use crate::checkpoint::{self, TensorFile, load_weights};
 use crate::config::Config;
+use crate::data::DataError;
 use crate::data::documents::Split;
 use crate::data::loader::Loader;
 use crate::data::packing::{Packing, Passes};
@@ -24,14 +31,19 @@ use crate::tokenizer::Tokenizer;
 use crate::train::{BatchPlan, Diverged, Limit, MonotonicClock, Training};
 use anyhow::{Context, Result, anyhow, bail};
 use burn::module::Module;
+pub use failure::{Failure, FailureKind};
 use folder::RunFolder;
+pub use folder::{RunPlace, clear};
+pub use parent::end_with_stdin;
+pub use phases::{Phase, Phases};
 use progress::ProgressLine;
+pub use record::Record;
 use serde::{Deserialize, Serialize};
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
-use summary::Summary;
+use std::time::Duration;
+pub use summary::Summary;
 pub use watchdog::Watchdog;
 
 /// Name of the weights in a run's folder.
@@ -48,8 +60,8 @@ pub struct Conditions {
     pub config_name: String,
     /// Train for this many steps instead of the time budget.
     pub steps: Option<usize>,
-    /// Folder in which the run gets its own.
-    pub runs_dir: PathBuf,
+    /// Where its folder is.
+    pub place: RunPlace,
     /// See [`crate::data::prepared::cache_folder`].
     pub cache_dir: Option<PathBuf>,
 }
@@ -68,12 +80,12 @@ struct Resolved {
     model: GptConfig,
 }
 
-/// Trains, evaluates and prints the summary; gives the run's folder.
+/// Trains, evaluates and prints the summary; gives the run's folder. `record` is told of each phase.
 ///
 /// # Errors
-/// If the conditions are not legal, the data is not prepared, the training diverges or a file cannot be written.
-pub fn train(conditions: &Conditions) -> Result<PathBuf> {
-    let started = Instant::now();
+/// If the conditions are not legal, the data is not prepared ([`DataError`]), the training diverges ([`Diverged`]) or a file
+/// cannot be written.
+pub fn train(conditions: &Conditions, record: &Record) -> Result<PathBuf> {
     let Conditions { config, config_name, .. } = conditions;
     let compute = ComputeDevice::select(&config.device)?;
     let peak_flops = compute.peak_flops()?;
@@ -81,16 +93,17 @@ pub fn train(conditions: &Conditions) -> Result<PathBuf> {
     let hyperparameters = Hyperparameters::for_profile(config.profile);
     let plan = BatchPlan::new(&hyperparameters, config.sequence_len)?;
     let sizes = hyperparameters.architecture(config.sequence_len, config.vocab_size)?;
-    let prepared = Prepared::open(&config.dataset, conditions.cache_dir.as_deref(), Some(config.vocab_size))?;
-    tracing::debug!("device and data set found after {:.2?}", started.elapsed());
+    let prepared = Prepared::open(&config.dataset, conditions.cache_dir.as_deref(), Some(config.vocab_size))
+        .map_err(DataError::from)?;
+    tracing::debug!("device and data set found after {:.2?}", record.elapsed());
     // First, so that its threads fill their buffers meanwhile.
-    let mut rows = training_rows(&prepared, &plan, config.sequence_len)?;
+    let mut rows = training_rows(&prepared, &plan, config.sequence_len).map_err(DataError::from)?;
     let model = Gpt::new(&sizes, compute.compute_type, config.seed, &compute.device.clone().autodiff());
     let groups = hyperparameters.parameter_groups(&model);
     let mut optimizer = MuonAdamW::new(&model, &groups, compute.compute_type)?;
-    tracing::debug!("model and optimizer made after {:.2?}", started.elapsed());
+    tracing::debug!("model and optimizer made after {:.2?}", record.elapsed());
     // Not only after hours of training.
-    require_validation_row(&prepared, config.sequence_len)?;
+    require_validation_row(&prepared, config.sequence_len).map_err(DataError::from)?;
 
     let resolved = Resolved {
         config_name: config_name.clone(),
@@ -102,15 +115,17 @@ pub fn train(conditions: &Conditions) -> Result<PathBuf> {
         hyperparameters,
         model: sizes,
     };
-    let mut folder = RunFolder::create(&conditions.runs_dir, &resolved)?;
+    let mut folder = RunFolder::create(&conditions.place, &resolved)?;
+    record.lie_in(folder.path())?;
     prepared.tokenizer().save(folder.path())?;
-    tracing::debug!("ready to train after {:.2?}", started.elapsed());
     let hyperparameters = &resolved.hyperparameters;
     let flops_per_token = model.flops_per_token() as f64;
     let num_params: usize = model.parameter_counts().iter().map(|(_, count)| count).sum();
     announce(&resolved, &model, &plan, folder.path());
 
     let mut progress = ProgressLine::new(flops_per_token, peak_flops);
+    let startup = record.enter(Phase::Training)?;
+    tracing::debug!("ready to train after {startup:.2?}");
     let outcome = Training {
         model,
         optimizer: &mut optimizer,
@@ -137,6 +152,7 @@ pub fn train(conditions: &Conditions) -> Result<PathBuf> {
     });
     progress.finish();
     let outcome = outcome?;
+    record.enter(Phase::Evaluation)?;
     // The rows are there no longer than needed: their threads would compete with the evaluation.
     drop(rows);
     let sizes = serde_json::to_string(&resolved.model)?;
@@ -147,8 +163,9 @@ pub fn train(conditions: &Conditions) -> Result<PathBuf> {
     let evaluation = evaluate_rows(&inference, &prepared, prepared.tokenizer(), config.eval_tokens, &compute)?;
     let summary = Summary {
         val_bpb: evaluation.bpb(),
+        startup_seconds: startup.as_secs_f64(),
         training_seconds: outcome.training_time.as_secs_f64(),
-        total_seconds: started.elapsed().as_secs_f64(),
+        total_seconds: record.elapsed().as_secs_f64(),
         peak_vram_mb: compute.peak_memory_mib(),
         mfu_percent: peak_flops.map(|peak| 100.0 * flops_per_token * outcome.tokens_per_second / peak),
         total_tokens_m: outcome.tokens as f64 / 1e6,
@@ -167,7 +184,8 @@ pub fn train(conditions: &Conditions) -> Result<PathBuf> {
         config: config_name.clone(),
         run_dir: folder.path().display().to_string(),
     };
-    folder.write_json("summary.json", &summary)?;
+    folder.write_json(summary::FILE, &summary)?;
+    record.enter(Phase::Done)?;
     say(&summary);
     Ok(folder.path().to_path_buf())
 }
@@ -305,9 +323,10 @@ fn evaluate_rows(
     let evaluation = evaluate_bpb(model, &mut rows, &ByteLengths::of(tokenizer), &compute.device, sizes)?;
     let bpb = evaluation.bpb();
     if !bpb.is_finite() {
-        bail!(Diverged(format!(
+        let message = format!(
             "val_bpb is {bpb}, expected a number; hint: the last steps diverged, a learning rate in src/model.rs may be too large"
-        )));
+        );
+        bail!(Diverged::new(bpb, message));
     }
     Ok(evaluation)
 }

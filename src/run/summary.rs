@@ -1,12 +1,21 @@
 //! The block at the end of a run: the nine familiar keys first, in the familiar format, then ours.
 
-use serde::Serialize;
+use super::folder::read_json;
+use anyhow::Result;
+use serde::{Deserialize, Deserializer, Serialize};
 use std::fmt;
+use std::path::Path;
+
+/// Name of the file in a run's folder.
+pub(super) const FILE: &str = "summary.json";
 
 /// A run's outcome, as printed and as `summary.json` keeps it.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Summary {
+    #[serde(deserialize_with = "number_or_nan")]
     pub val_bpb: f64,
+    /// From the start of the command to that of the first step; not printed.
+    pub startup_seconds: f64,
     pub training_seconds: f64,
     pub total_seconds: f64,
     pub peak_vram_mb: Option<f64>,
@@ -28,6 +37,21 @@ pub struct Summary {
     pub seed: u64,
     pub config: String,
     pub run_dir: String,
+}
+
+impl Summary {
+    /// Reads that of the run in `run`; none if it left none. Keys that are not known are left out.
+    ///
+    /// # Errors
+    /// If the file cannot be read or holds something else.
+    pub fn read(run: &Path) -> Result<Option<Self>> {
+        read_json(&run.join(FILE))
+    }
+}
+
+/// JSON has no NaN, which becomes null.
+fn number_or_nan<'de, D: Deserializer<'de>>(deserializer: D) -> Result<f64, D::Error> {
+    Ok(Option::deserialize(deserializer)?.unwrap_or(f64::NAN))
 }
 
 impl fmt::Display for Summary {
@@ -68,10 +92,10 @@ impl fmt::Display for Summary {
 mod tests {
     use super::*;
 
-    #[test]
-    fn the_nine_familiar_keys_come_first_in_the_familiar_format() {
-        let summary = Summary {
+    fn summary() -> Summary {
+        Summary {
             val_bpb: 0.9979,
+            startup_seconds: 1.5,
             training_seconds: 300.06,
             total_seconds: 325.9,
             peak_vram_mb: Some(45060.23),
@@ -91,10 +115,34 @@ mod tests {
             seed: 42,
             config: "configs/cpu.toml".to_owned(),
             run_dir: "runs/1".to_owned(),
-        };
+        }
+    }
+
+    #[test]
+    fn the_nine_familiar_keys_come_first_in_the_familiar_format() {
+        let summary = summary();
         let familiar = "---\nval_bpb:          0.997900\ntraining_seconds: 300.1\ntotal_seconds:    325.9\npeak_vram_mb:     45060.2\n\
                         mfu_percent:      n/a\ntotal_tokens_M:   499.6\nnum_steps:        953\nnum_params_M:     50.3\ndepth:            8\n";
         assert!(summary.to_string().starts_with(familiar), "{summary}");
         assert!(summary.to_string().contains("\ntokens_per_second: 5000\n"), "{summary}");
+    }
+
+    #[test]
+    fn what_is_written_is_read_again_and_unknown_keys_are_left_out() {
+        let folder = tempfile::tempdir().unwrap();
+        assert_eq!(Summary::read(folder.path()).unwrap(), None);
+        let mut value = serde_json::to_value(summary()).unwrap();
+        value["of_a_later_version"] = [1].into();
+        let write = |text: &str| std::fs::write(folder.path().join(FILE), text).unwrap();
+        write(&value.to_string());
+        assert_eq!(Summary::read(folder.path()).unwrap(), Some(summary()));
+        value["val_bpb"] = serde_json::Value::Null;
+        write(&value.to_string());
+        assert!(Summary::read(folder.path()).unwrap().unwrap().val_bpb.is_nan());
+        for damaged in ["", "{\"val_bpb\": 1.0}", &value.to_string()[..100]] {
+            write(damaged);
+            let message = Summary::read(folder.path()).unwrap_err().to_string();
+            assert!(message.contains(FILE) && message.contains("; hint: "), "{message}");
+        }
     }
 }

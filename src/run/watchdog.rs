@@ -1,5 +1,7 @@
 //! Ends the process when something takes too long: a hung GPU driver must not end a night of experiments.
 
+use super::failure::FailureKind;
+use super::record::Record;
 use crate::output::say;
 use std::io::{IsTerminal, stdout};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
@@ -22,13 +24,14 @@ pub struct Watchdog {
 }
 
 impl Watchdog {
-    /// Watches from now: after `limit` it prints `line` on standard output and ends the process with code 1, whatever the
-    /// other threads do.
-    pub fn start(limit: Duration, line: String) -> Self {
+    /// Watches from now: after `limit` it writes `line` down in `record`, prints it on standard output and ends the process
+    /// with code 1, whatever the other threads do.
+    pub fn start(limit: Duration, line: String, record: &Record) -> Self {
         let (alive, ended) = channel();
+        let record = record.clone();
         thread::spawn(move || {
             if lasts_longer(&ended, limit) {
-                end_process(line);
+                end_process(line, record);
             }
         });
         Self { _alive: alive }
@@ -40,10 +43,11 @@ fn lasts_longer(ended: &Receiver<()>, limit: Duration) -> bool {
     ended.recv_timeout(limit) == Err(RecvTimeoutError::Timeout)
 }
 
-fn end_process(line: String) -> ! {
-    // In a thread of its own: another one may hold standard output for ever.
+fn end_process(line: String, record: Record) -> ! {
+    // In a thread of its own: another one may hold standard output for ever, a disk may be hung.
     let (done, said) = channel();
     thread::spawn(move || {
+        record.fail(FailureKind::Timeout, line.clone());
         if stdout().is_terminal() {
             // The line that shows progress has no end yet.
             say("");
@@ -52,6 +56,11 @@ fn end_process(line: String) -> ! {
         done.send(())
     });
     said.recv_timeout(LAST_WORDS).ok();
+    end_now()
+}
+
+/// Ends the process with code 1, whatever its other threads do.
+pub(super) fn end_now() -> ! {
     // SAFETY: takes no memory and never returns.
     unsafe { _exit(1) }
 }

@@ -11,8 +11,8 @@ use sha2::{Digest, Sha256};
 use std::fmt::Write;
 use std::path::Path;
 
-const RANKS_FILE: &str = "tokenizer.tiktoken";
-const HEADER_FILE: &str = "tokenizer.json";
+pub(crate) const RANKS_FILE: &str = "tokenizer.tiktoken";
+pub(crate) const HEADER_FILE: &str = "tokenizer.json";
 const FORMAT_VERSION: u64 = 1;
 
 #[derive(Serialize, Deserialize)]

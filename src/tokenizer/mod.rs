@@ -9,6 +9,7 @@ mod split;
 mod training;
 
 pub use format::parse_tiktoken;
+pub(crate) use format::{HEADER_FILE, RANKS_FILE};
 pub use split::{PATTERN, for_each_piece};
 pub use training::TrainOptions;
 
