@@ -3,10 +3,12 @@
 use super::excerpt::{first_lines, last_lines, read_end};
 use super::process::{Ended, How, Input, Interruption, ProcessId, Streams, Supervision, create_log, output, run_with};
 use anyhow::{Context, Result, anyhow, bail};
+use rustc_hash::FxHasher;
 use serde_json::Value;
 use std::env;
 use std::ffi::OsString;
 use std::fs::{File, OpenOptions};
+use std::hash::{Hash, Hasher};
 use std::io::{BufRead, BufReader, Seek, Write};
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -46,9 +48,11 @@ pub enum Outcome {
     Stopped,
 }
 
-/// Where cargo puts what it makes.
+/// Where cargo puts what it makes of the package in one folder.
 #[derive(Clone, Debug)]
 pub struct Folders {
+    /// The package.
+    root: PathBuf,
     /// The program.
     target: PathBuf,
     /// Everything else: the compiled dependencies above all.
@@ -56,25 +60,34 @@ pub struct Folders {
 }
 
 impl Folders {
-    /// The program goes to `target`, everything else to where builds of the package in `root` put it: the dependencies are
-    /// shared, the programs are not.
+    /// For the package in `root`: the program goes to `target`, everything else to where builds of the package in `original` put
+    /// it, so that the dependencies are shared.
     ///
     /// # Errors
     /// If cargo cannot tell.
-    pub fn beside(root: &Path, target: PathBuf) -> Result<Self> {
+    pub fn beside(original: &Path, root: PathBuf, target: PathBuf) -> Result<Self> {
         let mut command = Command::new(cargo_path());
-        command.current_dir(root).args(["metadata", "--no-deps", "--offline", "--format-version", "1"]);
+        command.current_dir(original).args(["metadata", "--no-deps", "--offline", "--format-version", "1"]);
         let output = output(command, METADATA_LIMIT)?;
         let metadata: Value = serde_json::from_slice(&output.stdout).unwrap_or_default();
         let build = metadata["build_directory"].as_str().or(metadata["target_directory"].as_str());
         let Some(build) = build else {
             bail!(
                 "cargo metadata: expected the target folder of {}, found: {}; hint: does `cargo build` work there?",
-                root.display(),
+                original.display(),
                 last_lines(&String::from_utf8_lossy(&output.stderr)).replace('\n', " / ")
             );
         };
-        Ok(Self { target, build: PathBuf::from(build) })
+        Ok(Self { root, target, build: PathBuf::from(build) })
+    }
+
+    /// A setting of the release profile that changes nothing but the names of what is compiled of the package itself. Cargo
+    /// takes packages of the same name and version in two folders for one, and what was compiled last for both.
+    fn own_names(&self) -> String {
+        let mut hasher = FxHasher::default();
+        self.root.hash(&mut hasher);
+        let units = 257 + hasher.finish() % 0x1_0000;
+        format!("profile.release.package.{}.codegen-units={units}", env!("CARGO_PKG_NAME"))
     }
 }
 
@@ -91,12 +104,11 @@ pub fn features() -> Vec<&'static str> {
     features.into_iter().filter_map(|(name, compiled_in)| compiled_in.then_some(name)).collect()
 }
 
-/// Builds the package in `root`; what cargo and the compiler say goes to `log`.
+/// Builds the package that `folders` name; what cargo and the compiler say goes to `log`.
 ///
 /// # Errors
 /// If the log cannot be written or read, cargo cannot be started, or `on_spawn` fails.
 pub fn build(
-    root: &Path,
     folders: &Folders,
     log: &Path,
     limit: Duration,
@@ -112,7 +124,7 @@ pub fn build(
     let mut messages = tempfile::tempfile_in(folder).map_err(unusable)?;
     let streams =
         Streams { input: Input::Nothing, output: messages.try_clone().map_err(unusable)?, errors: create_log(log)? };
-    let ended = run_with(cargo(root, folders), streams, &supervision, on_spawn)?;
+    let ended = run_with(cargo(folders), streams, &supervision, on_spawn)?;
     messages.rewind().map_err(unusable)?;
     let messages = Messages::read(messages).map_err(unusable)?;
     append(log, &messages.rendered)?;
@@ -130,10 +142,11 @@ fn cargo_path() -> OsString {
     env::var_os("CARGO").unwrap_or("cargo".into())
 }
 
-fn cargo(root: &Path, folders: &Folders) -> Command {
+fn cargo(folders: &Folders) -> Command {
     let mut command = Command::new(cargo_path());
     command.env("CARGO_TARGET_DIR", &folders.target).env("CARGO_BUILD_BUILD_DIR", &folders.build);
-    command.current_dir(root).args(["build", "--release", "--locked", "--bin", env!("CARGO_PKG_NAME")]);
+    command.current_dir(&folders.root).args(["build", "--release", "--locked", "--bin", env!("CARGO_PKG_NAME")]);
+    command.arg("--config").arg(folders.own_names());
     command.args(["--no-default-features", "--features", &features().join(",")]);
     command.args(["--message-format", "json", "--color", "never"]).env("CARGO_TERM_PROGRESS_WHEN", "never");
     // What cargo tells the programs that it runs is none of a build's business.
@@ -228,8 +241,8 @@ mod tests {
         let log = package.path().join("build.log");
         // Not the folder that this program was built in, which is in use.
         let target = package.path().join("target");
-        let folders = Folders { build: target.clone(), target };
-        let build = build(package.path(), &folders, &log, limit, &Interruption::default(), |_| Ok(())).unwrap();
+        let folders = Folders { root: package.path().to_owned(), build: target.clone(), target };
+        let build = build(&folders, &log, limit, &Interruption::default(), |_| Ok(())).unwrap();
         (build, fs::read_to_string(log).unwrap())
     }
 
@@ -295,8 +308,8 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let log = folder.path().join("build.log");
         // The program of these tests stays where it is.
-        let folders = Folders::beside(Path::new(ROOT), folder.path().join("target")).unwrap();
-        let build = build(Path::new(ROOT), &folders, &log, LONG, &Interruption::default(), |_| Ok(())).unwrap();
+        let folders = Folders::beside(Path::new(ROOT), PathBuf::from(ROOT), folder.path().join("target")).unwrap();
+        let build = build(&folders, &log, LONG, &Interruption::default(), |_| Ok(())).unwrap();
         let log = fs::read_to_string(log).unwrap();
         assert!(matches!(build.outcome, Outcome::Built { .. }), "{build:?} {log}");
         let compiled = |line: &&str| line.trim_start().starts_with("Compiling ");

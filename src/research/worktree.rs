@@ -38,8 +38,9 @@ pub fn build(
     study.repository.checkout(&folder, commit)?;
     copy_settings(study.repository.root(), &folder)?;
     // The program lies where no other build replaces it while it runs.
-    let folders = Folders::beside(study.repository.root(), study.work_folder().join("target"))?;
-    let build = compile::build(&folder, &folders, log, LIMIT, interruption, on_spawn)?;
+    let target = study.work_folder().join("target");
+    let folders = Folders::beside(study.repository.root(), folder, target)?;
+    let build = compile::build(&folders, log, LIMIT, interruption, on_spawn)?;
     let program = match build.outcome {
         Outcome::Built { executable } => Ok(executable),
         Outcome::Failed { first_error } => Err(first_error),
