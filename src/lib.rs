@@ -10,9 +10,11 @@
 //! - [`data`] turns data sets into rows of tokens.
 //! - [`device`] chooses where to compute.
 //! - [`eval`] computes the metric, validation bits per byte.
+//! - [`honesty`] checks what a model sees before it gets a number.
 //! - [`ops`] has the fused operations that the model calls, and their bodies for each backend.
 //! - [`output`] prints lines that may go nowhere.
 //! - [`parameters`] reads and replaces a module's parameters by name.
+//! - [`research`] is the loop of experiments around single runs.
 //! - [`run`] trains, evaluates and leaves everything in a folder.
 //! - [`sample`] draws text from a model.
 //! - [`tokenizer`] trains and applies byte-pair encoding.
@@ -29,11 +31,13 @@ pub mod config;
 pub mod data;
 pub mod device;
 pub mod eval;
+pub mod honesty;
 pub mod model;
 pub mod ops;
 pub mod optim;
 pub mod output;
 pub mod parameters;
+pub mod research;
 pub mod run;
 pub mod sample;
 pub mod tokenizer;

@@ -1,5 +1,6 @@
 //! The block at the end of a run: the nine familiar keys first, in the familiar format, then ours.
 
+use super::protocol::Protocol;
 use serde::Serialize;
 use std::fmt;
 
@@ -28,6 +29,9 @@ pub struct Summary {
     pub seed: u64,
     pub config: String,
     pub run_dir: String,
+    pub uncharged_seconds: f64,
+    /// In the file only.
+    pub protocol: Protocol,
 }
 
 impl fmt::Display for Summary {
@@ -55,6 +59,7 @@ impl fmt::Display for Summary {
             ("seed", self.seed.to_string()),
             ("config", self.config.clone()),
             ("run_dir", self.run_dir.clone()),
+            ("uncharged_seconds", format!("{:.1}", self.uncharged_seconds)),
         ];
         write!(f, "---")?;
         for (key, value) in entries {
@@ -67,6 +72,7 @@ impl fmt::Display for Summary {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::run::protocol;
 
     #[test]
     fn the_nine_familiar_keys_come_first_in_the_familiar_format() {
@@ -91,10 +97,13 @@ mod tests {
             seed: 42,
             config: "configs/cpu.toml".to_owned(),
             run_dir: "runs/1".to_owned(),
+            uncharged_seconds: 2.04,
+            protocol: protocol::tests::example(),
         };
         let familiar = "---\nval_bpb:          0.997900\ntraining_seconds: 300.1\ntotal_seconds:    325.9\npeak_vram_mb:     45060.2\n\
                         mfu_percent:      n/a\ntotal_tokens_M:   499.6\nnum_steps:        953\nnum_params_M:     50.3\ndepth:            8\n";
         assert!(summary.to_string().starts_with(familiar), "{summary}");
         assert!(summary.to_string().contains("\ntokens_per_second: 5000\n"), "{summary}");
+        assert!(summary.to_string().ends_with("\nuncharged_seconds: 2.0"), "{summary}");
     }
 }
