@@ -41,7 +41,8 @@ pub struct Config {
     /// Time that the whole run may take, from start to summary, in seconds: then it is ended, since something hangs. None: any
     /// time, as in runs from before there was a limit.
     pub kill_limit_seconds: Option<f64>,
-    /// First steps, which are not charged to the budget: compilers and caches warm up in them.
+    /// First steps, which are not charged to the budget: compilers and caches warm up in them. The first one never is, the
+    /// others as long as they take no more than a twentieth of the budget together.
     pub uncharged_steps: usize,
     /// Validation tokens to evaluate.
     pub eval_tokens: usize,

@@ -1,11 +1,12 @@
 //! The metric: validation bits per byte, computed from the model's logits, identical for every batch size.
 
 use crate::data::loader::Loader;
+use crate::honesty;
 use crate::model::Gpt;
 use crate::ops;
 use crate::tokenizer::Tokenizer;
-use anyhow::{Result, bail};
-use burn::tensor::{Device, Int, Tensor};
+use anyhow::{Result, ensure};
+use burn::tensor::{DType, Device, Int, Tensor};
 use std::time::{Duration, Instant};
 
 /// How much an evaluation computes at once. The rounding, and with it the last digits of the number, hang on it.
@@ -67,16 +68,36 @@ impl ByteLengths {
     }
 }
 
+/// What is evaluated, as far as the metric goes. Shapes: b batch, t time, c channels, v vocabulary, n rows.
+pub trait LanguageModel {
+    /// Whatever `logits` takes for each position: `[b, t]` to `[b, t, c]`.
+    fn hidden(&self, tokens: Tensor<2, Int>) -> Tensor<3>;
+    /// Logits of the next token: `[n, c]` to `[n, v]`.
+    fn logits(&self, hidden: Tensor<2>) -> Tensor<2>;
+}
+
+impl LanguageModel for Gpt {
+    fn hidden(&self, tokens: Tensor<2, Int>) -> Tensor<3> {
+        Gpt::hidden(self, tokens)
+    }
+
+    fn logits(&self, hidden: Tensor<2>) -> Tensor<2> {
+        Gpt::logits(self, hidden)
+    }
+}
+
 /// Bits per byte of `model` on every row that `rows` gives.
 ///
 /// The loss is computed here from the logits, not by the model: an edited model cannot grade itself. The rows go through
 /// the model in groups of a size that depends on nothing but `sizes` and their length: the shapes of all products, and with them the
-/// rounding, are the same whatever the batch size of `rows`.
+/// rounding, are the same whatever the batch size of `rows`. Before the first group of each size is scored, [`honesty`] checks
+/// with it what the model sees.
 ///
 /// # Errors
-/// If the rows cannot be read, there are none, or the model's logits are not one for each token id.
+/// If the rows cannot be read, there are none, or the model's logits are not one for each position and token id;
+/// [`honesty::Unmeasurable`] if the model sees what it must not.
 pub fn evaluate_bpb(
-    model: &Gpt,
+    model: &impl LanguageModel,
     rows: &mut Loader,
     lengths: &ByteLengths,
     device: &Device,
@@ -103,12 +124,11 @@ pub fn evaluate_bpb(
             break;
         }
     }
-    let Score { nats, bytes, upstream_bytes, tokens } = score;
-    if bytes == 0 {
-        bail!(
-            "the validation text gives no whole row to evaluate, expected at least one; hint: it is too short for sequence_len: use more text or a shorter context"
-        );
-    }
+    let Score { nats, bytes, upstream_bytes, tokens, .. } = score;
+    ensure!(
+        bytes > 0,
+        "the validation text gives no whole row to evaluate, expected at least one; hint: it is too short for sequence_len: use more text or a shorter context"
+    );
     Ok(Evaluation { nats, bytes, upstream_bytes, tokens, duration: start.elapsed() })
 }
 
@@ -119,20 +139,29 @@ struct Score {
     bytes: u64,
     upstream_bytes: u64,
     tokens: u64,
+    /// The number of rows that the model has been checked with.
+    checked_rows: Option<usize>,
 }
 
 impl Score {
     fn add(
         &mut self,
-        model: &Gpt,
+        model: &impl LanguageModel,
         rows: &[u32],
         row_length: usize,
         lengths: &ByteLengths,
         device: &Device,
         sizes: PassSizes,
     ) -> Result<()> {
+        let vocab_size = lengths.exact.len();
         let (input, targets) = input_and_targets(rows, row_length, device);
-        let losses = token_losses(model, input, targets, lengths.exact.len(), sizes.logits)?;
+        let count = rows.len() / row_length;
+        let hidden = forward(model, input)?;
+        // By its size a model could tell a group that is checked from one that is not.
+        if self.checked_rows.replace(count) != Some(count) {
+            honesty::check(model, &hidden, rows, row_length, vocab_size, sizes.logits, device)?;
+        }
+        let losses = token_losses(model, hidden, targets, vocab_size, sizes.logits)?;
         let targets = rows.chunks_exact(row_length).flat_map(|row| &row[1..]);
         for (&target, loss) in targets.zip(losses) {
             let length = lengths.exact[target as usize];
@@ -154,30 +183,52 @@ pub fn input_and_targets(rows: &[u32], row_length: usize, device: &Device) -> (T
     (rows.clone().narrow(1, 0, t), rows.narrow(1, 1, t))
 }
 
+/// What `model` makes of `tokens`, `[b, t]` to `[b, t, c]`; every call starts from the same state of the device's own random
+/// numbers.
+pub(crate) fn forward(model: &impl LanguageModel, tokens: Tensor<2, Int>) -> Result<Tensor<3>> {
+    let ([b, t], device) = (tokens.dims(), tokens.device());
+    device.seed(0);
+    let hidden = model.hidden(tokens);
+    let [rows, positions, _] = hidden.dims();
+    ensure!(
+        [rows, positions] == [b, t],
+        "the model gives {rows} rows of {positions} positions, expected {b} of {t}, one for each token; hint: see hidden in src/model.rs"
+    );
+    Ok(hidden)
+}
+
+/// The logits of some positions, `[n, c]` to `[n, v]` in float32.
+pub(crate) fn logits(model: &impl LanguageModel, hidden: Tensor<2>, vocab_size: usize) -> Result<Tensor<2>> {
+    let [n, _] = hidden.dims();
+    let logits = model.logits(hidden);
+    ensure!(
+        logits.dims() == [n, vocab_size],
+        "the model's logits have the shape {:?}, expected [{n}, {vocab_size}], one for each token id; hint: see logits in src/model.rs",
+        logits.dims()
+    );
+    Ok(if logits.dtype() == DType::F32 { logits } else { logits.cast(DType::F32) })
+}
+
+/// The positions whose logits exist at once, of `n`.
+pub(crate) fn chunks(n: usize, vocab_size: usize, chunk_logits: usize) -> impl Iterator<Item = std::ops::Range<usize>> {
+    let size = (chunk_logits / vocab_size).max(1);
+    (0..n).step_by(size).map(move |start| start..(start + size).min(n))
+}
+
 /// −ln p of each target, row after row.
 fn token_losses(
-    model: &Gpt,
-    input: Tensor<2, Int>,
+    model: &impl LanguageModel,
+    hidden: Tensor<3>,
     targets: Tensor<2, Int>,
     vocab_size: usize,
     chunk_logits: usize,
 ) -> Result<Vec<f32>> {
-    let hidden = model.hidden(input);
     let [b, t, c] = hidden.dims();
     let (hidden, targets) = (hidden.reshape([b * t, c]), targets.reshape([b * t]));
     let mut losses = Vec::new();
-    let chunk = (chunk_logits / vocab_size).max(1);
-    for start in (0..b * t).step_by(chunk) {
-        let end = (start + chunk).min(b * t);
-        let logits = model.logits(hidden.clone().slice([start..end, 0..c])); // [rows, v]
-        if logits.dims() != [end - start, vocab_size] {
-            bail!(
-                "the model's logits have the shape {:?}, expected [{}, {vocab_size}], one for each token id; hint: see logits in src/model.rs",
-                logits.dims(),
-                end - start
-            );
-        }
-        losses.push(ops::cross_entropy(logits, targets.clone().narrow(0, start, end - start)));
+    for chunk in chunks(b * t, vocab_size, chunk_logits) {
+        let logits = logits(model, hidden.clone().slice([chunk.clone(), 0..c]), vocab_size)?; // [n, v]
+        losses.push(ops::cross_entropy(logits, targets.clone().narrow(0, chunk.start, chunk.len())));
     }
     // Read all at once: a device need not be waited for after each chunk.
     Ok(Tensor::cat(losses, 0).into_data_as::<f32>().iter::<f32>().collect())

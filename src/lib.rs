@@ -10,10 +10,11 @@
 //! - [`data`] turns data sets into rows of tokens.
 //! - [`device`] chooses where to compute.
 //! - [`eval`] computes the metric, validation bits per byte.
+//! - [`honesty`] checks what a model sees before it gets a number.
 //! - [`ops`] has the fused operations that the model calls, and their bodies for each backend.
 //! - [`output`] prints lines that may go nowhere.
 //! - [`parameters`] reads and replaces a module's parameters by name.
-//! - [`research`] runs experiments and names how they ended.
+//! - [`research`] is the loop of experiments around single runs.
 //! - [`run`] trains, evaluates and leaves everything in a folder.
 //! - [`sample`] draws text from a model.
 //! - [`tokenizer`] trains and applies byte-pair encoding.
@@ -30,6 +31,7 @@ pub mod config;
 pub mod data;
 pub mod device;
 pub mod eval;
+pub mod honesty;
 pub mod model;
 pub mod ops;
 pub mod optim;

@@ -3,6 +3,7 @@
 use autoresearch::cli::Cli;
 #[cfg(feature = "tch")]
 use autoresearch::device::environment;
+use autoresearch::honesty::Unmeasurable;
 use autoresearch::output::say;
 use autoresearch::train::Diverged;
 use clap::Parser;
@@ -51,8 +52,8 @@ fn main() -> ExitCode {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             let message = format!("{error:#}");
-            // A diverged run says so where its readers look: on standard output.
-            if error.is::<Diverged>() {
+            // A run that comes to nothing says so where its readers look: on standard output.
+            if error.is::<Diverged>() || error.is::<Unmeasurable>() {
                 say(one_line(&message));
             } else {
                 print_error(&message);

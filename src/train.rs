@@ -14,6 +14,8 @@ use std::time::{Duration, Instant};
 
 /// A loss above this, or one that is not a number, ends the run.
 const LARGEST_LOSS: f64 = 100.0;
+/// Steps after the first may take one part in so many of the budget without being charged: more would be training.
+const UNCHARGED_PART: u32 = 20;
 /// Weight of the past in the smoothed loss.
 const SMOOTHING: f64 = 0.9;
 
@@ -68,7 +70,8 @@ impl Clock for MonotonicClock {
 /// What ends a run.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Limit {
-    /// Training time; the first `uncharged_steps` are not counted in it.
+    /// Training time. Not counted in it is the first step, and those of the first `uncharged_steps` that together with those
+    /// before them, the first one apart, stay within a twentieth of the budget.
     Time {
         /// The budget.
         budget: Duration,
@@ -161,6 +164,8 @@ pub struct Outcome {
     pub tokens: u64,
     /// Charged training time.
     pub training_time: Duration,
+    /// Time of the steps that were not charged.
+    pub uncharged_time: Duration,
     /// Charged tokens per second.
     pub tokens_per_second: f64,
     /// Share of the training tokens that packing dropped, in percent.
@@ -212,6 +217,9 @@ impl Training<'_> {
         let mut working = in_compute_type(&model, compute_type);
         let mut charged = Duration::ZERO;
         let mut charged_steps = 0;
+        let mut uncharged = Duration::ZERO;
+        // The part of it that came after the first step, whose length compilers decide.
+        let mut uncharged_later = Duration::ZERO;
         let mut smoothed = 0.0;
         let mut dropped_percent = 0.0;
         let mut step = 0;
@@ -267,13 +275,18 @@ impl Training<'_> {
             device.sync().map_err(|error| anyhow::anyhow!("the device failed at step {step} ({error:?}); hint: its driver may have more to say, see the system's log"))?;
             let duration = clock.now().saturating_sub(start);
 
+            let later = if step == 0 { Duration::ZERO } else { uncharged_later + duration };
             let is_charged = match limit {
-                Limit::Time { uncharged_steps, .. } => step >= uncharged_steps,
+                Limit::Time { .. } if step == 0 => false,
+                Limit::Time { budget, uncharged_steps } => step >= uncharged_steps || later > budget / UNCHARGED_PART,
                 Limit::Steps(_) => true,
             };
             if is_charged {
                 charged += duration;
                 charged_steps += 1;
+            } else {
+                uncharged += duration;
+                uncharged_later = later;
             }
             smoothed = SMOOTHING * smoothed + (1.0 - SMOOTHING) * loss;
             report(&StepReport {
@@ -302,6 +315,7 @@ impl Training<'_> {
                     steps: step,
                     tokens: (step * plan.tokens) as u64,
                     training_time: charged,
+                    uncharged_time: uncharged,
                     tokens_per_second: (charged_steps * plan.tokens) as f64 / charged.as_secs_f64(),
                     dropped_percent,
                 });

@@ -168,7 +168,11 @@ pub fn start_branch(args: &StartArgs) -> Result<()> {
     args.output.show_finished(&finished)?;
     if !args.output.json {
         let program = Path::new(".").join(format!("autoresearch{}", std::env::consts::EXE_SUFFIX));
-        say(format_args!("program: {} is this program, whatever the edits: `{} experiment -m \"…\"`", program.display(), program.display()));
+        say(format_args!(
+            "program: {} is this program, whatever the edits: `{} experiment -m \"…\"`",
+            program.display(),
+            program.display()
+        ));
     }
     Ok(())
 }
@@ -178,7 +182,10 @@ fn settings(args: &StartArgs) -> Result<Settings> {
     let (mut config, name) = configuration(args.config.as_deref(), args.conditions.device.as_deref())?;
     args.conditions.apply(&mut config);
     config.validate(&format!("{name} with the flags given"))?;
-    ensure!(args.steps != Some(0), "--steps: expected at least 1, found 0; hint: leave it out to train for the time budget");
+    ensure!(
+        args.steps != Some(0),
+        "--steps: expected at least 1, found 0; hint: leave it out to train for the time budget"
+    );
     // Here and not in the first run: a branch without data is of no use.
     Prepared::open(&config.dataset, args.cache.cache_dir.as_deref(), Some(config.vocab_size))?;
     let usual = match (args.steps, args.conditions.kill_limit) {
@@ -214,7 +221,9 @@ pub fn experiment(args: &ExperimentArgs) -> Result<()> {
     let _locks = study.lock("experiment")?;
     let experiment = if args.resume {
         let Some(experiment) = Experiment::resume(&study, &interruption)? else {
-            bail!("experiment --resume: expected an interrupted experiment, found none; hint: `experiment -m \"…\"` begins one");
+            bail!(
+                "experiment --resume: expected an interrupted experiment, found none; hint: `experiment -m \"…\"` begins one"
+            );
         };
         experiment
     } else {
@@ -287,7 +296,11 @@ fn new_plan(study: &Study, agent: String, args: &LoopArgs) -> Result<Plan> {
     let hours = args.hours.or(if args.experiments.is_none() { Some(8.0) } else { None });
     for (flag, value) in [("--hours", hours), ("--agent-limit", Some(args.agent_limit))] {
         let is_usable = value.is_none_or(|value| value > 0.0 && value <= 1e6);
-        ensure!(is_usable, "{flag}: expected a number above 0 and up to a million, found {}; hint: leave it out", value.unwrap_or_default());
+        ensure!(
+            is_usable,
+            "{flag}: expected a number above 0 and up to a million, found {}; hint: leave it out",
+            value.unwrap_or_default()
+        );
     }
     ensure!(args.most_idle > 0, "--most-idle: expected at least 1, found 0; hint: leave it out");
     Ok(Plan {

@@ -177,6 +177,24 @@ impl Prepared {
         &self.record.validation.sha256
     }
 
+    /// Documents in the validation text.
+    pub fn validation_documents(&self) -> usize {
+        self.record.validation.documents
+    }
+
+    /// Bytes of the validation text.
+    pub fn validation_bytes(&self) -> u64 {
+        self.record.validation.bytes
+    }
+
+    /// SHA-256 of the tokenizer's files, in hexadecimal.
+    ///
+    /// # Errors
+    /// If they cannot be read.
+    pub fn tokenizer_sha256(&self) -> Result<String> {
+        Tokenizer::files_sha256(&self.folder)
+    }
+
     /// Opens the documents of one split.
     ///
     /// # Errors

@@ -73,7 +73,7 @@ fn find(study: &Study, records: &[Record], name: &str) -> Result<Side> {
     if folder.join("summary.json").is_file() {
         let summary =
             Summary::read(folder)?.with_context(|| format!("{name}: expected a run's summary; hint: did it end?"))?;
-        return side(name, summary.val_bpb, summary.protocol.clone(), String::new()).map(|side| Side {
+        return side(name, summary.val_bpb, Some(summary.protocol), String::new()).map(|side| Side {
             tokens_per_second: Some(summary.tokens_per_second),
             peak_vram_mb: summary.peak_vram_mb,
             num_steps: Some(summary.num_steps),

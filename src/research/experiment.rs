@@ -370,7 +370,7 @@ impl<'a> Experiment<'a> {
             seed: summary.as_ref().map(|summary| summary.seed),
             config: self.study.settings.config.clone(),
             device: summary.as_ref().map(|summary| summary.device.clone()),
-            protocol: summary.and_then(|summary| summary.protocol),
+            protocol: summary.map(|summary| summary.protocol),
             run_dir,
             patch,
             time: chrono::Local::now().to_rfc3339_opts(chrono::SecondsFormat::Secs, false),
@@ -385,9 +385,9 @@ impl<'a> Experiment<'a> {
         commit: &str,
     ) -> Result<(Verdict, Vec<Confirmation>)> {
         if let Some(best) = best {
-            let differences = match (&best.protocol, &summary.protocol) {
-                (Some(best), Some(own)) => best.differences(own),
-                _ => vec!["one of them does not say how it was measured".to_owned()],
+            let differences = match &best.protocol {
+                Some(protocol) => protocol.differences(&summary.protocol),
+                None => vec!["the best does not say how it was measured".to_owned()],
             };
             if !differences.is_empty() {
                 return Ok((Verdict::Incomparable(differences), Vec::new()));

@@ -143,12 +143,7 @@ pub fn measure(
         let summary = outcome.map_err(|crash| {
             anyhow!("{}: expected a number, found a crash ({}); hint: see run.log there", folder.display(), crash.kind)
         })?;
-        let Some(protocol) = summary.protocol else {
-            bail!(
-                "{}: expected a run that says how it was measured, found one that does not; hint: remove the folder",
-                folder.display()
-            );
-        };
+        let protocol = summary.protocol;
         let run = NoiseRun { seed, val_bpb: summary.val_bpb };
         say(&run);
         let noise = measured.get_or_insert_with(|| Noise {

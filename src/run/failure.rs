@@ -3,6 +3,7 @@
 use super::folder::read_json;
 use super::phases::Phase;
 use crate::data::DataError;
+use crate::honesty::Unmeasurable;
 use crate::train::{Diverged, Divergence};
 use anyhow::Result;
 use serde::{Deserialize, Serialize};
@@ -64,6 +65,9 @@ impl FailureKind {
         if error.is::<DataError>() {
             return Self::Data;
         }
+        if error.is::<Unmeasurable>() {
+            return Self::Dishonest;
+        }
         Self::Error
     }
 }
@@ -81,6 +85,7 @@ mod tests {
         assert_eq!(FailureKind::of(&diverged(101.0)), FailureKind::Exploding);
         let data = DataError::from(anyhow!("no column").context("a.parquet"));
         assert_eq!(FailureKind::of(&anyhow!(data).context("while training")), FailureKind::Data);
+        assert_eq!(FailureKind::of(&anyhow!(Unmeasurable("it sees ahead".to_owned()))), FailureKind::Dishonest);
         let other: Result<()> = Err(anyhow!("NaN data panic")).context("--steps");
         assert_eq!(FailureKind::of(&other.unwrap_err()), FailureKind::Error);
     }

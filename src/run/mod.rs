@@ -7,6 +7,7 @@ mod folder;
 mod parent;
 mod phases;
 mod progress;
+pub mod protocol;
 mod record;
 mod summary;
 mod watchdog;
@@ -14,7 +15,7 @@ mod watchdog;
 use crate::checkpoint::{self, TensorFile, load_weights};
 use crate::config::Config;
 use crate::data::DataError;
-use crate::data::documents::Split;
+use crate::data::documents::{Documents, Split};
 use crate::data::loader::Loader;
 use crate::data::packing::{Packing, Passes};
 use crate::data::prepared::Prepared;
@@ -31,12 +32,14 @@ use crate::tokenizer::Tokenizer;
 use crate::train::{BatchPlan, Diverged, Limit, MonotonicClock, Training};
 use anyhow::{Context, Result, anyhow, bail};
 use burn::module::Module;
+use burn_dataset::Dataset as _;
 pub use failure::{Failure, FailureKind};
 use folder::RunFolder;
 pub use folder::{RunPlace, clear};
 pub use parent::end_with_stdin;
 pub use phases::{Phase, Phases};
 use progress::ProgressLine;
+use protocol::{Evaluated, Protocol};
 pub use record::Record;
 use serde::{Deserialize, Serialize};
 use std::collections::HashMap;
@@ -78,6 +81,8 @@ struct Resolved {
     validation_sha256: String,
     hyperparameters: Hyperparameters,
     model: GptConfig,
+    /// What must be the same for numbers to compare; none in runs from before it was kept.
+    protocol: Option<Protocol>,
 }
 
 /// Trains, evaluates and prints the summary; gives the run's folder. `record` is told of each phase.
@@ -97,7 +102,11 @@ pub fn train(conditions: &Conditions, record: &Record) -> Result<PathBuf> {
         .map_err(DataError::from)?;
     tracing::debug!("device and data set found after {:.2?}", record.elapsed());
     // First, so that its threads fill their buffers meanwhile.
-    let mut rows = training_rows(&prepared, &plan, config.sequence_len).map_err(DataError::from)?;
+    let documents = prepared.documents(Split::Train).map_err(DataError::from)?;
+    let protocol = Protocol::of(config, conditions.steps, &prepared, documents.len(), &compute)?;
+    let mut rows = training_rows(documents, &prepared, &plan, config.sequence_len).map_err(DataError::from)?;
+    // For what an edited model may leave to the backend; its own values come from the seed as they are.
+    compute.device.seed(config.seed);
     let model = Gpt::new(&sizes, compute.compute_type, config.seed, &compute.device.clone().autodiff());
     let groups = hyperparameters.parameter_groups(&model);
     let mut optimizer = MuonAdamW::new(&model, &groups, compute.compute_type)?;
@@ -114,6 +123,7 @@ pub fn train(conditions: &Conditions, record: &Record) -> Result<PathBuf> {
         validation_sha256: prepared.validation_sha256().to_owned(),
         hyperparameters,
         model: sizes,
+        protocol: Some(protocol.clone()),
     };
     let mut folder = RunFolder::create(&conditions.place, &resolved)?;
     record.lie_in(folder.path())?;
@@ -160,7 +170,7 @@ pub fn train(conditions: &Conditions, record: &Record) -> Result<PathBuf> {
     checkpoint::write(&weights, &parameters(&outcome.model), HashMap::from([(SIZES.to_owned(), sizes)]))?;
 
     let inference = in_compute_type(&outcome.model.valid(), compute.compute_type);
-    let evaluation = evaluate_rows(&inference, &prepared, prepared.tokenizer(), config.eval_tokens, &compute)?;
+    let evaluation = evaluate_rows(&inference, &prepared, prepared.tokenizer(), config, config.eval_tokens, &compute)?;
     let summary = Summary {
         val_bpb: evaluation.bpb(),
         startup_seconds: startup.as_secs_f64(),
@@ -183,6 +193,11 @@ pub fn train(conditions: &Conditions, record: &Record) -> Result<PathBuf> {
         seed: config.seed,
         config: config_name.clone(),
         run_dir: folder.path().display().to_string(),
+        uncharged_seconds: outcome.uncharged_time.as_secs_f64(),
+        protocol: Protocol {
+            evaluated: Some(Evaluated { val_tokens: evaluation.tokens, val_bytes: evaluation.bytes }),
+            ..protocol
+        },
     };
     folder.write_json(summary::FILE, &summary)?;
     record.enter(Phase::Done)?;
@@ -206,7 +221,7 @@ pub fn evaluate(run: &Path, device: Option<&str>, cache_dir: Option<&Path>, eval
     }
     let prepared = Prepared::open(&config.dataset, cache_dir, None)?;
     let Checkpoint { model, tokenizer, compute, .. } = &checkpoint;
-    let evaluation = evaluate_rows(model, &prepared, tokenizer, tokens, compute)?;
+    let evaluation = evaluate_rows(model, &prepared, tokenizer, config, tokens, compute)?;
     say("---");
     say(format_args!("val_bpb:          {:.6}", evaluation.bpb()));
     say(format_args!("val_bpb_upstream: {:.6}", evaluation.bpb_upstream()));
@@ -282,10 +297,16 @@ impl Checkpoint {
     }
 }
 
-fn training_rows(prepared: &Prepared, plan: &BatchPlan, sequence_len: usize) -> Result<Loader> {
-    let documents = Arc::new(prepared.documents(Split::Train)?);
+fn training_rows(documents: Documents, prepared: &Prepared, plan: &BatchPlan, sequence_len: usize) -> Result<Loader> {
     let packing = Packing::new(sequence_len);
-    Loader::new(documents, prepared.tokenizer().clone(), plan.device_batch_size, packing, Passes::Endless, None)
+    Loader::new(
+        Arc::new(documents),
+        prepared.tokenizer().clone(),
+        plan.device_batch_size,
+        packing,
+        Passes::Endless,
+        None,
+    )
 }
 
 /// Makes sure that the validation text gives a row to evaluate.
@@ -314,10 +335,12 @@ fn evaluate_rows(
     model: &Gpt,
     prepared: &Prepared,
     tokenizer: &Arc<Tokenizer>,
+    config: &Config,
     eval_tokens: usize,
     compute: &ComputeDevice,
 ) -> Result<Evaluation> {
-    let sequence_len = model.config().sequence_len;
+    // Not the model's own: an edit must not change what is evaluated.
+    let sequence_len = config.sequence_len;
     let mut rows = validation_rows(prepared, tokenizer, eval_tokens / sequence_len, sequence_len)?;
     let sizes = if compute.is_cpu { PassSizes::CPU } else { PassSizes::GPU };
     let evaluation = evaluate_bpb(model, &mut rows, &ByteLengths::of(tokenizer), &compute.device, sizes)?;
@@ -374,7 +397,8 @@ fn announce(resolved: &Resolved, model: &Gpt, plan: &BatchPlan, run: &Path) {
         Some(steps) => say(format_args!("limit:      {steps} steps{in_all}")),
         None => say(format_args!(
             "limit:      {} s of training, the first {} steps not counted{in_all}",
-            config.time_budget_seconds, config.uncharged_steps
+            config.time_budget_seconds,
+            config.uncharged_steps.max(1)
         )),
     }
     say(format_args!("run:        {}", run.display()));

@@ -1,6 +1,7 @@
 //! The block at the end of a run: the nine familiar keys first, in the familiar format, then ours.
 
 use super::folder::read_json;
+use super::protocol::Protocol;
 use anyhow::Result;
 use serde::{Deserialize, Deserializer, Serialize};
 use std::fmt;
@@ -37,6 +38,9 @@ pub struct Summary {
     pub seed: u64,
     pub config: String,
     pub run_dir: String,
+    pub uncharged_seconds: f64,
+    /// In the file only.
+    pub protocol: Protocol,
 }
 
 impl Summary {
@@ -79,6 +83,7 @@ impl fmt::Display for Summary {
             ("seed", self.seed.to_string()),
             ("config", self.config.clone()),
             ("run_dir", self.run_dir.clone()),
+            ("uncharged_seconds", format!("{:.1}", self.uncharged_seconds)),
         ];
         write!(f, "---")?;
         for (key, value) in entries {
@@ -91,6 +96,7 @@ impl fmt::Display for Summary {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::run::protocol;
 
     fn summary() -> Summary {
         Summary {
@@ -115,6 +121,8 @@ mod tests {
             seed: 42,
             config: "configs/cpu.toml".to_owned(),
             run_dir: "runs/1".to_owned(),
+            uncharged_seconds: 2.04,
+            protocol: protocol::tests::example(),
         }
     }
 
@@ -125,6 +133,7 @@ mod tests {
                         mfu_percent:      n/a\ntotal_tokens_M:   499.6\nnum_steps:        953\nnum_params_M:     50.3\ndepth:            8\n";
         assert!(summary.to_string().starts_with(familiar), "{summary}");
         assert!(summary.to_string().contains("\ntokens_per_second: 5000\n"), "{summary}");
+        assert!(summary.to_string().ends_with("\nuncharged_seconds: 2.0"), "{summary}");
     }
 
     #[test]

@@ -78,6 +78,15 @@ pub(super) fn load(dir: &Path) -> Result<(Vec<Vec<u8>>, String)> {
     Ok((ranks, header.training_text_sha256))
 }
 
+/// SHA-256 of both files in `dir`.
+pub(super) fn files_sha256(dir: &Path) -> Result<String> {
+    let mut both = String::new();
+    for name in [RANKS_FILE, HEADER_FILE] {
+        both += &read(&dir.join(name), |text| Ok(format!("{} {name}\n", sha256(text))))?;
+    }
+    Ok(sha256(&both))
+}
+
 /// Parses the file at `path`; an error names the file, the reason and the way out.
 fn read<T>(path: &Path, parse: impl FnOnce(&str) -> Result<T>) -> Result<T> {
     std::fs::read(path)

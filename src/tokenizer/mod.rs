@@ -66,6 +66,14 @@ impl Tokenizer {
         Ok(Self::from_ranks(ranks, training_text_sha256))
     }
 
+    /// SHA-256 of the files that [`Tokenizer::save`] wrote to `dir`, in hexadecimal.
+    ///
+    /// # Errors
+    /// When one cannot be read.
+    pub fn files_sha256(dir: &Path) -> Result<String> {
+        format::files_sha256(dir)
+    }
+
     /// A tokenizer with the tokens `ranks`, as [`parse_tiktoken`] gives them, and the hash of the
     /// text from which they come.
     pub fn from_ranks(ranks: Vec<Vec<u8>>, training_text_sha256: String) -> Self {
