@@ -331,6 +331,126 @@ fn several_prepares_of_the_same_data_set_do_not_disturb_each_other() {
     place.ok(&SMOKE);
 }
 
+// A run that is started by another program.
+
+/// The flags of a run in the folder `run`.
+fn smoke_in(run: &str) -> Vec<&str> {
+    [&SMOKE[..], &["--run-dir", run]].concat()
+}
+
+fn read_json(path: &Path) -> Value {
+    serde_json::from_str(&fs::read_to_string(path).unwrap_or_else(|error| panic!("{}: {error}", path.display())))
+        .unwrap()
+}
+
+#[test]
+fn a_run_in_a_folder_that_is_named_replaces_what_an_earlier_one_left() {
+    let place = Place::with_tales();
+    let run = place.path("made/by/the/run");
+    let first = place.ok(&smoke_in("made/by/the/run"));
+    assert_eq!(first.value("run_dir"), "made/by/the/run");
+    assert!(!place.path("runs").exists());
+    fs::write(run.join("run.log"), "of the program that started it").unwrap();
+    fs::write(run.join("failure.json"), "{}").unwrap();
+    place.ok(&smoke_in("made/by/the/run"));
+    let steps = fs::read_to_string(run.join("metrics.jsonl")).unwrap();
+    assert_eq!(steps.lines().count(), 3, "{steps}");
+    assert!(run.join("run.log").exists() && !run.join("failure.json").exists());
+    // One that fails leaves nothing that could be taken for its result.
+    place.assert_refused(&[&smoke_in("made/by/the/run")[..], &["--device", "tpu"]].concat(), &["'tpu'"]);
+    assert!(!run.join("summary.json").exists() && !run.join("model.safetensors").exists());
+    assert_eq!(read_json(&run.join("failure.json"))["kind"], "error");
+    assert_eq!(read_json(&run.join("failure.json"))["phase"], "start_up");
+}
+
+#[test]
+fn a_run_writes_when_its_phases_began() {
+    let place = Place::with_tales();
+    place.ok(&smoke_in("run"));
+    let phases = read_json(&place.path("run/phase.json"));
+    assert_eq!(phases["phase"], "done");
+    let began = ["start_up", "training", "evaluation", "done"].map(|phase| phases["began"][phase].as_f64().unwrap());
+    assert!(began[0] == 0.0 && began.is_sorted_by(|one, next| one < next), "{began:?}");
+    let summary = read_json(&place.path("run/summary.json"));
+    let seconds = |key: &str| summary[key].as_f64().unwrap();
+    assert_eq!(seconds("startup_seconds"), began[1]);
+    let parts = seconds("startup_seconds") + seconds("training_seconds") + seconds("eval_seconds");
+    assert!(parts <= seconds("total_seconds") && seconds("total_seconds") <= began[3], "{summary}");
+}
+
+#[test]
+fn a_folder_that_is_no_runs_is_left_alone() {
+    let place = Place::with_tales();
+    fs::create_dir(place.path("src")).unwrap();
+    fs::write(place.path("src/model.rs"), "mine").unwrap();
+    place.assert_refused(&smoke_in("src"), &["src", "model.rs", "--run-dir"]);
+    assert_eq!(fs::read_to_string(place.path("src/model.rs")).unwrap(), "mine");
+    assert_eq!(fs::read_dir(place.path("src")).unwrap().count(), 1);
+    place.assert_refused(&smoke_in("ci.toml"), &["ci.toml", "--run-dir"]);
+    place.assert_refused(&[&smoke_in("run")[..], &["--runs-dir", "runs"]].concat(), &["--run-dir", "--runs-dir"]);
+}
+
+#[test]
+fn data_that_cannot_be_used_is_told_from_a_models_faults() {
+    let place = Place::new();
+    let kind = || read_json(&place.path("run/failure.json"))["kind"].as_str().unwrap().to_owned();
+    place.shards("shards");
+    let train = [&smoke_in("run")[..], &["--dataset", "shards", "--vocab-size", "280"]].concat();
+    place.assert_refused(&train, &["prepare"]);
+    assert_eq!(kind(), "data");
+    place.ok(&["prepare", "--dataset", "shards", "--vocab-size", "280"]);
+    place.ok(&train);
+    let shard = place.path("shards/a.parquet");
+    let mut garbled = fs::read(&shard).unwrap();
+    let half = garbled.len() / 2;
+    garbled[40..half].fill(0xa5);
+    fs::write(&shard, garbled).unwrap();
+    let message = place.refusal(&train);
+    assert_eq!(kind(), "data");
+    assert_eq!(read_json(&place.path("run/failure.json"))["message"], message);
+
+    place.texts("short", (0..8).map(|number| format!("a few words {number}")));
+    place.ok(&["prepare", "--dataset", "short", "--vocab-size", "262"]);
+    place.refusal(&[&smoke_in("run")[..], &["--dataset", "short", "--vocab-size", "262"]].concat());
+    assert_eq!(kind(), "data");
+    place.refusal(&["train", "--config", "missing.toml", "--run-dir", "run"]);
+    assert_eq!(kind(), "error");
+}
+
+#[test]
+fn a_run_that_exceeds_its_kill_limit_says_so_in_its_folder() {
+    let place = Place::with_tales();
+    let endless = ["train", "--config", "ci.toml", "--steps", "100000000", "--time-budget", "0.5", "--kill-limit", "3"];
+    place.run(&[&endless[..], &["--run-dir", "run"]].concat());
+    let failure = read_json(&place.path("run/failure.json"));
+    assert_eq!((&failure["kind"], &failure["phase"]), (&json!("timeout"), &json!("training")), "{failure}");
+    assert!(failure["message"].as_str().unwrap().contains("kill_limit_seconds 3"), "{failure}");
+}
+
+#[test]
+fn a_run_ends_when_the_program_that_started_it_is_gone() {
+    let place = Place::with_tales();
+    let endless = ["train", "--config", "ci.toml", "--steps", "100000000", "--run-dir", "run", "--end-with-stdin"];
+    let mut child = place.command(&endless).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+    let lines = BufReader::new(child.stdout.take().unwrap()).lines();
+    let first_step = lines.map(Result::unwrap).find(|line| line.starts_with("step "));
+    assert!(first_step.is_some() && child.try_wait().unwrap().is_none());
+    assert_eq!(read_json(&place.path("run/phase.json"))["phase"], "training");
+    // As the kernel does for a process that ends in whatever way.
+    drop(child.stdin.take());
+    let ended = std::time::Instant::now();
+    while child.try_wait().unwrap().is_none() {
+        if ended.elapsed().as_secs() > 60 {
+            child.kill().unwrap();
+            panic!("it goes on");
+        }
+        std::thread::sleep(std::time::Duration::from_millis(10));
+    }
+    assert!(!place.path("run/summary.json").exists());
+    // Without the flag it does not matter.
+    assert_eq!(place.command(&SMOKE).stdin(Stdio::null()).output().unwrap().status.code(), Some(0));
+}
+
 // Arguments and configurations.
 
 #[test]

@@ -436,7 +436,7 @@ mod tests {
         let (ended, log) =
             end_of("trap 'echo asked' TERM; while :; do sleep 0.05; done", Input::Nothing, &supervision(short, short));
         assert_eq!(ended.how, How::TimedOut);
-        assert!(log.starts_with("asked\n") && ended.wall >= 2 * short, "{:?} {log}", ended.wall);
+        assert!(log.contains("asked\n") && ended.wall >= 2 * short, "{:?} {log}", ended.wall);
     }
 
     #[test]
