@@ -4,6 +4,7 @@ use crate::goldens::{change_tensor, copy_shipped};
 use arrow_array::{ArrayRef, RecordBatch, StringArray};
 use autoresearch::config::Profile;
 use autoresearch::model::Hyperparameters;
+use autoresearch::run::protocol::{Budget, Protocol};
 use autoresearch::train::BatchPlan;
 use parquet::arrow::ArrowWriter;
 use serde_json::{Value, json};
@@ -187,7 +188,7 @@ fn prepare_train_evaluate_and_sample_go_end_to_end() {
         "depth",
     ];
     let ours = ["device", "tokens_per_second", "eval_seconds", "val_tokens", "val_bytes", "val_bpb_upstream"];
-    let ours_too = ["bpb_floor", "dropped_percent", "seed", "config", "run_dir"];
+    let ours_too = ["bpb_floor", "dropped_percent", "seed", "config", "run_dir", "uncharged_seconds"];
     assert_eq!(keys, [&familiar[..], &ours, &ours_too].concat());
     for (key, digits) in
         [("val_bpb", 6), ("training_seconds", 1), ("total_seconds", 1), ("total_tokens_M", 1), ("num_params_M", 1)]
@@ -210,6 +211,15 @@ fn prepare_train_evaluate_and_sample_go_end_to_end() {
     assert_eq!(steps.iter().map(|step| step["step"].as_u64().unwrap()).collect::<Vec<_>>(), [0, 1, 2]);
     let summary: Value = serde_json::from_str(&fs::read_to_string(run.join("summary.json")).unwrap()).unwrap();
     assert_eq!(format!("{:.6}", summary["val_bpb"].as_f64().unwrap()), trained.value("val_bpb"));
+
+    // What must be the same to compare is there from the start of the run, and what was evaluated at its end.
+    let config: Value = serde_json::from_str(&fs::read_to_string(run.join("config.json")).unwrap()).unwrap();
+    let protocol = |of: &Value| serde_json::from_value::<Protocol>(of["protocol"].clone()).unwrap();
+    let (start, end) = (protocol(&config), protocol(&summary));
+    assert_eq!(start.differences(&end), Vec::<String>::new());
+    assert_eq!((start.evaluated, end.budget, end.seed, end.sequence_len), (None, Budget::Steps(3), 42, 128));
+    assert_eq!(end.evaluated.unwrap().val_bytes.to_string(), trained.value("val_bytes"));
+    assert_eq!(end.validation_sha256, config["validation_sha256"]);
 
     let evaluated = place.ok(&["eval", "--checkpoint", text(&run)]);
     for key in ["val_bpb", "val_bpb_upstream", "val_tokens", "val_bytes"] {

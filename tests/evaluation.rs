@@ -7,7 +7,7 @@ use autoresearch::eval::{ByteLengths, Evaluation, PassSizes, evaluate_bpb};
 use autoresearch::parameters::{parameters, with_values};
 use burn::tensor::Device;
 
-fn lengths() -> ByteLengths {
+pub fn lengths() -> ByteLengths {
     let mut exact = vec![1; 50];
     exact[49] = 0;
     exact[3] = 2;

@@ -6,6 +6,8 @@ mod command_line;
 mod evaluation;
 // Golden values, by the code behind `autoresearch verify`.
 mod goldens;
+// How a number could be cheated, and that each way is stopped.
+mod honesty;
 // How programs are linked with libtorch.
 #[cfg(target_os = "linux")]
 mod linking;

@@ -43,7 +43,39 @@ impl Clock for Seconds {
     }
 }
 
+/// A clock by which the steps take as many seconds as the function says.
+pub struct Steps {
+    seconds: fn(usize) -> u64,
+    /// How often it was asked, and what it said.
+    asked: Cell<(usize, u64)>,
+}
+
+impl Steps {
+    pub fn new(seconds: fn(usize) -> u64) -> Self {
+        Self { seconds, asked: Cell::new((0, 0)) }
+    }
+}
+
+impl Clock for Steps {
+    fn now(&self) -> Duration {
+        let (times, now) = self.asked.get();
+        // Each step asks at its start and at its end.
+        let now = if times % 2 == 1 { now + (self.seconds)(times / 2) } else { now };
+        self.asked.set((times + 1, now));
+        Duration::from_secs(now)
+    }
+}
+
 fn train(
+    hyperparameters: &Hyperparameters,
+    limit: Limit,
+    model: impl Fn(&Device) -> Gpt,
+) -> (anyhow::Result<Outcome>, Vec<StepReport>) {
+    train_by(&Seconds(Cell::new(0)), hyperparameters, limit, model)
+}
+
+pub fn train_by(
+    clock: &dyn Clock,
     hyperparameters: &Hyperparameters,
     limit: Limit,
     model: impl Fn(&Device) -> Gpt,
@@ -62,7 +94,7 @@ fn train(
         limit,
         device: &device,
         compute_type: FloatDType::F32,
-        clock: &Seconds(Cell::new(0)),
+        clock,
     }
     .run(|step| {
         reports.push(step.clone());
@@ -71,24 +103,45 @@ fn train(
     (outcome, reports)
 }
 
-fn hyperparameters(device_batch_size: usize, total_batch_size: usize) -> Hyperparameters {
+pub fn hyperparameters(device_batch_size: usize, total_batch_size: usize) -> Hyperparameters {
     Hyperparameters { device_batch_size, total_batch_size, ..Hyperparameters::for_profile(Profile::Cpu) }
 }
 
 #[test]
 fn the_first_steps_are_not_charged_and_the_run_ends_when_the_budget_is_spent() {
-    let limit = Limit::Time { budget: Duration::from_secs(5), uncharged_steps: 3 };
+    let limit = Limit::Time { budget: Duration::from_secs(40), uncharged_steps: 3 };
     let (outcome, reports) = train(&hyperparameters(2, 32), limit, |device| lively(&small(), device));
     let outcome = outcome.unwrap();
-    // Each step takes a second by this clock: three free ones, five charged ones.
-    assert_eq!(outcome.steps, 8);
-    assert_eq!(outcome.training_time, Duration::from_secs(5));
-    assert_eq!(outcome.tokens, 8 * 32);
+    // Each step takes a second by this clock: three free ones, forty charged ones.
+    assert_eq!(outcome.steps, 43);
+    assert_eq!(outcome.training_time, Duration::from_secs(40));
+    assert_eq!(outcome.uncharged_time, Duration::from_secs(3));
+    assert_eq!(outcome.tokens, 43 * 32);
     assert_eq!(outcome.tokens_per_second, 32.0);
     let progress: Vec<f64> = reports.iter().map(|report| report.progress).collect();
-    assert_eq!(progress, [0.0, 0.0, 0.0, 0.0, 0.2, 0.4, 0.6, 0.8]);
-    assert_eq!(reports[7].remaining, Some(Duration::ZERO));
-    assert_eq!(reports[2].remaining, Some(Duration::from_secs(5)));
+    assert_eq!(progress[..5], [0.0, 0.0, 0.0, 0.0, 0.025]);
+    assert_eq!(progress[42], 0.975);
+    assert_eq!(reports[42].remaining, Some(Duration::ZERO));
+    assert_eq!(reports[2].remaining, Some(Duration::from_secs(40)));
+}
+
+#[test]
+fn steps_after_the_first_are_charged_from_a_twentieth_of_the_budget() {
+    let budget = Duration::from_secs(40);
+    let train = |seconds, uncharged_steps| {
+        let limit = Limit::Time { budget, uncharged_steps };
+        let (outcome, _) =
+            train_by(&Steps::new(seconds), &hyperparameters(2, 32), limit, |device| lively(&small(), device));
+        let outcome = outcome.unwrap();
+        (outcome.steps, outcome.training_time.as_secs(), outcome.uncharged_time.as_secs())
+    };
+    assert_eq!(train(|_| 1, 1000), (43, 40, 3));
+    // The first takes what compilers take, and is free even where none is to be.
+    assert_eq!(train(|step| if step == 0 { 500 } else { 1 }, 3), (43, 40, 502));
+    assert_eq!(train(|step| if step == 0 { 500 } else { 1 }, 0), (41, 40, 500));
+    // A long one is charged as a whole.
+    assert_eq!(train(|step| if step == 1 { 30 } else { 1 }, 1000), (14, 40, 3));
+    assert_eq!(train(|_| 3, 1000), (15, 42, 3));
 }
 
 #[test]
