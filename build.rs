@@ -1,29 +1,23 @@
 //! Hashes the code that makes a number what it is. With the feature `tch`: compiles the C++ that reaches what the `tch` crate
 //! does not bind, and links libtorch whole.
 
-use sha2::{Digest, Sha256};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
-/// Evaluator, data, tokenizer, training loop and the versions of all libraries: files and folders. Not the editable files, after
-/// whose change this must not run again.
-const PROTOCOL: [&str; 8] = [
-    "Cargo.lock",
-    "src/config.rs",
-    "src/data",
-    "src/eval.rs",
-    "src/honesty.rs",
-    "src/run",
-    "src/tokenizer",
-    "src/train.rs",
-];
+#[path = "build/protocol.rs"]
+mod protocol;
 
 fn main() {
     println!("cargo::rerun-if-changed=build.rs");
-    match protocol_sha256() {
+    println!("cargo::rerun-if-changed=build/protocol.rs");
+    for name in protocol::SOURCES {
+        println!("cargo::rerun-if-changed={name}");
+    }
+    match protocol::sha256(Path::new("."), &protocol::SOURCES) {
         Ok(hash) => println!("cargo::rustc-env=AUTORESEARCH_PROTOCOL_SHA256={hash}"),
-        Err(error) => {
-            println!("cargo::error=the sources cannot be hashed: {error}; hint: check that {PROTOCOL:?} are there")
-        }
+        Err(error) => println!(
+            "cargo::error=the sources cannot be hashed ({error}); hint: check that {} are there",
+            protocol::SOURCES.join(", ")
+        ),
     }
     // The kind of GPU that the linked libtorch computes on; not set if it has none.
     println!("cargo::rustc-check-cfg=cfg(libtorch_gpu, values(\"hip\", \"cuda\"))");
@@ -31,36 +25,6 @@ fn main() {
     if let Err(message) = libtorch::build() {
         println!("cargo::error={message}");
     }
-}
-
-/// SHA-256 over the name, the length and the content of each file of [`PROTOCOL`], in the order of the names.
-fn protocol_sha256() -> std::io::Result<String> {
-    let mut files = Vec::new();
-    for name in PROTOCOL {
-        println!("cargo::rerun-if-changed={name}");
-        collect_files(Path::new(name), &mut files)?;
-    }
-    // The parts, since another system separates them otherwise.
-    files.sort_by_key(|file| file.iter().map(ToOwned::to_owned).collect::<Vec<_>>());
-    let mut hash = Sha256::new();
-    for file in files {
-        let name: Vec<_> = file.iter().map(|part| part.to_string_lossy()).collect();
-        let content = std::fs::read(&file)?;
-        hash.update(format!("{} {}\n", name.join("/"), content.len()));
-        hash.update(content);
-    }
-    Ok(hash.finalize().iter().map(|byte| format!("{byte:02x}")).collect())
-}
-
-fn collect_files(path: &Path, files: &mut Vec<PathBuf>) -> std::io::Result<()> {
-    if path.is_dir() {
-        for entry in std::fs::read_dir(path)? {
-            collect_files(&entry?.path(), files)?;
-        }
-    } else {
-        files.push(path.to_path_buf());
-    }
-    Ok(())
 }
 
 #[cfg(feature = "tch")]

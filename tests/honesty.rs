@@ -10,11 +10,18 @@ use autoresearch::eval::{Evaluation, LanguageModel, PassSizes, evaluate_bpb};
 use autoresearch::honesty::Unmeasurable;
 use autoresearch::model::Gpt;
 use autoresearch::research::source_check;
+use autoresearch::run::protocol::CODE_SHA256;
 use autoresearch::tokenizer::Tokenizer;
 use autoresearch::train::{Diverged, Limit};
 use burn::tensor::{Device, Int, Tensor};
 use std::cell::RefCell;
+use std::fs;
+use std::path::Path;
 use std::time::Duration;
+
+// What build.rs hashes.
+#[path = "../build/protocol.rs"]
+mod sources;
 
 /// A model as it is edited: what it makes of the residual stream and of the logits.
 struct Edited<H, L> {
@@ -277,4 +284,35 @@ fn training_in_steps_that_are_not_charged_ends_at_a_twentieth_of_the_budget() {
     let after_first: Duration = reports[1..].iter().map(|report| report.duration).sum();
     assert!(after_first <= budget + budget / 20 + reports.last().unwrap().duration, "{after_first:?}");
     assert_eq!(outcome.unwrap().uncharged_time, Duration::from_secs(15));
+}
+
+#[test]
+fn another_evaluator_is_another_protocol_and_another_model_is_not() {
+    let built = sources::sha256(Path::new(env!("CARGO_MANIFEST_DIR")), &sources::SOURCES).unwrap();
+    assert_eq!(built, CODE_SHA256);
+    let folder = tempfile::tempdir().unwrap();
+    let write = |name: &str, text: &str| {
+        let path = folder.path().join(name);
+        fs::create_dir_all(path.parent().unwrap()).unwrap();
+        fs::write(path, text).unwrap();
+    };
+    let hash = || sources::sha256(folder.path(), &["src/eval.rs", "src/data"]).unwrap();
+    write("src/eval.rs", "ab");
+    write("src/data/loader.rs", "c");
+    write("src/data/tales/mod.rs", "d");
+    write("src/model.rs", "e");
+    let first = hash();
+    write("src/model.rs", "another");
+    assert_eq!(hash(), first);
+    let mut seen = vec![first];
+    for (name, text) in
+        [("src/eval.rs", "a"), ("src/data/loader.rs", "bc"), ("src/data/tales/mod.rs", ""), ("src/data/new.rs", "")]
+    {
+        write(name, text);
+        let hash = hash();
+        assert!(!seen.contains(&hash), "{name}");
+        seen.push(hash);
+    }
+    fs::remove_file(folder.path().join("src/eval.rs")).unwrap();
+    assert!(sources::sha256(folder.path(), &["src/eval.rs"]).is_err());
 }

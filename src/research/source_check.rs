@@ -374,7 +374,7 @@ impl Reader {
                     if let Ok(text) = syn::parse2::<syn::LitStr>(TokenTree::from(literal).into())
                         && text.value().contains("::")
                     {
-                        self.refuse(span, &text.value(), PATH);
+                        self.refuse(span, &text.value().escape_debug().to_string(), PATH);
                     }
                 }
                 _ => {}
@@ -433,6 +433,11 @@ impl<'ast> Visit<'ast> for Reader {
         }
         self.visit_path(&invocation.path);
         self.scan_arguments(invocation.tokens.clone());
+    }
+
+    /// What syn does not take apart: rare and new syntax.
+    fn visit_token_stream(&mut self, tokens: &'ast TokenStream) {
+        self.scan_arguments(tokens.clone());
     }
 
     fn visit_attribute(&mut self, attribute: &'ast Attribute) {
@@ -561,6 +566,11 @@ mod tests {
                 "tempfile::tempdir",
             ),
             ("anyhow::__private::format_err!(\"\");", "__private"),
+            // Syntax that is not taken apart.
+            ("pub macro a() { std::fs::read(\"x\") }", "std::fs::read"),
+            ("fn a(x: [u8; std::process::id()]);", "std::process::id"),
+            ("use {::std::fs as f};", "use"),
+            ("fn a() { let a = builtin # offset_of(std::fs::File, x); }", "std::fs::File"),
             // Around the compiler, and state between calls.
             ("fn a() { unsafe { } }", "unsafe"),
             ("unsafe fn a() {}", "unsafe"),

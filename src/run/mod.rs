@@ -81,7 +81,8 @@ struct Resolved {
     validation_sha256: String,
     hyperparameters: Hyperparameters,
     model: GptConfig,
-    /// What must be the same for numbers to compare; none in runs from before it was kept.
+    /// What must be the same for numbers to compare. Not read again: runs of older versions have another one, or none.
+    #[serde(skip_deserializing)]
     protocol: Option<Protocol>,
 }
 
