@@ -8,6 +8,7 @@ use autoresearch::data::packing::{Packing, Passes};
 use autoresearch::model::{Gpt, Hyperparameters};
 use autoresearch::optim::MuonAdamW;
 use autoresearch::parameters::parameters;
+use autoresearch::run::FailureKind;
 use autoresearch::train::{BatchPlan, Clock, Limit, Outcome, StepReport, Training};
 use burn::tensor::{Device, FloatDType};
 use std::cell::Cell;
@@ -189,7 +190,8 @@ fn a_loss_that_is_no_number_ends_the_run_with_fail() {
         autoresearch::parameters::with_values(model, values)
     };
     let (outcome, reports) = train(&hyperparameters(2, 32), Limit::Steps(4), broken);
-    let message = outcome.unwrap_err().to_string();
-    assert!(message.starts_with("FAIL: the loss is NaN at step 0"), "{message}");
+    let error = outcome.unwrap_err();
+    assert!(error.to_string().starts_with("FAIL: the loss is NaN at step 0"), "{error}");
+    assert_eq!(FailureKind::of(&error), FailureKind::Nan);
     assert!(reports.is_empty());
 }

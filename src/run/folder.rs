@@ -38,7 +38,7 @@ const FILES: [&str; 10] = [
 pub enum RunPlace {
     /// A new folder in this one, named after the time.
     NewIn(PathBuf),
-    /// This folder; see [`clear`].
+    /// This folder, which [`clear`] has made.
     At(PathBuf),
 }
 

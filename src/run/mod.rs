@@ -189,7 +189,11 @@ pub fn train(conditions: &Conditions, record: &Record) -> Result<PathBuf> {
         val_tokens: evaluation.tokens,
         val_bytes: evaluation.bytes,
         val_bpb_upstream: evaluation.bpb_upstream(),
-        bpb_floor: if prepared.is_tales() { Some(bpb_floor(&prepared, config)?) } else { None },
+        bpb_floor: if prepared.is_tales() {
+            Some(bpb_floor(&prepared, config).map_err(DataError::from)?)
+        } else {
+            None
+        },
         dropped_percent: outcome.dropped_percent,
         seed: config.seed,
         config: config_name.clone(),
@@ -342,7 +346,8 @@ fn evaluate_rows(
 ) -> Result<Evaluation> {
     // Not the model's own: an edit must not change what is evaluated.
     let sequence_len = config.sequence_len;
-    let mut rows = validation_rows(prepared, tokenizer, eval_tokens / sequence_len, sequence_len)?;
+    let rows = validation_rows(prepared, tokenizer, eval_tokens / sequence_len, sequence_len);
+    let mut rows = rows.map_err(DataError::from)?;
     let sizes = if compute.is_cpu { PassSizes::CPU } else { PassSizes::GPU };
     let evaluation = evaluate_bpb(model, &mut rows, &ByteLengths::of(tokenizer), &compute.device, sizes)?;
     let bpb = evaluation.bpb();

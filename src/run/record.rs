@@ -169,6 +169,34 @@ mod tests {
     }
 
     #[test]
+    fn a_panic_of_any_thread_is_written_down_with_its_place_after_the_usual_words() {
+        // In a process of its own, since what is done at a panic is one for all threads: this test again.
+        const FOLDER: &str = "AUTORESEARCH_TEST_PANIC_FOLDER";
+        if let Some(folder) = std::env::var_os(FOLDER) {
+            let record = Record::start();
+            record.lie_in(Path::new(&folder)).unwrap();
+            record.enter(Phase::Evaluation).unwrap();
+            record.note_panics();
+            let panicked = std::thread::spawn(|| panic!("out of {}", "bounds")).join();
+            assert!(panicked.is_err());
+            return;
+        }
+        let folder = tempfile::tempdir().unwrap();
+        let name = "run::record::tests::a_panic_of_any_thread_is_written_down_with_its_place_after_the_usual_words";
+        let mut this_test = std::process::Command::new(std::env::current_exe().unwrap());
+        this_test.args([name, "--exact", "--nocapture"]).env(FOLDER, folder.path());
+        let output = this_test.output().unwrap();
+        let usual = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.success() && usual.contains("panicked at src/run/record.rs:"), "{usual}");
+        let Failure { kind, phase, message } = Failure::read(folder.path()).unwrap().unwrap();
+        assert_eq!((kind, phase), (FailureKind::Panic, Phase::Evaluation));
+        assert!(
+            message.starts_with("panicked at src/run/record.rs:") && message.ends_with(": out of bounds"),
+            "{message}"
+        );
+    }
+
+    #[test]
     fn without_a_folder_nothing_is_written_and_nothing_fails() {
         let record = Record::start();
         record.enter(Phase::Training).unwrap();
