@@ -54,9 +54,7 @@ impl Checkout {
     pub fn command(&self, program: impl AsRef<OsStr>) -> Command {
         let mut command = Command::new(program);
         command.current_dir(self.path());
-        for (name, _) in std::env::vars_os().filter(|(name, _)| is_of_a_caller(name)) {
-            command.env_remove(name);
-        }
+        forget_the_caller(&mut command);
         command.env("CARGO_TARGET_DIR", self.root.join("target")).env("CARGO_BUILD_BUILD_DIR", build_folder());
         command.env("AUTORESEARCH_CACHE_DIR", self.root.join("cache")).env_remove("RUST_BACKTRACE");
         // What ROCm needs: without it the program says on standard error that it corrects it.
@@ -99,6 +97,7 @@ impl Checkout {
     fn fill(&self) {
         let (source, project) = (Path::new(env!("CARGO_MANIFEST_DIR")), self.path());
         let mut list = Command::new("git");
+        forget_the_caller(&mut list);
         // Whoever owns the folder.
         list.args(["-c", "safe.directory=*", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]);
         let listed = output_of(list.current_dir(source));
@@ -134,6 +133,7 @@ impl Checkout {
             ("commit.gpgsign", "false"),
             ("core.hooksPath", ".git/hooks"),
             ("core.autocrlf", "false"),
+            ("core.excludesFile", ""),
         ];
         for (key, value) in settings {
             self.git(&["config", key, value]);
@@ -164,12 +164,16 @@ fn remove_others(project: &Path, within: &Path, files: &BTreeSet<PathBuf>) {
     }
 }
 
-/// Whether a variable is what the cargo that runs these tests says of them, or what a git whose hook runs them says of its
+/// Keeps from `command` what the cargo that runs these tests says of them, and what a git whose hook runs them says of its
 /// repository. Build scripts of dependencies look at the former: with them cargo would compile half of the dependencies anew,
 /// and without them again.
-fn is_of_a_caller(variable: &OsStr) -> bool {
+fn forget_the_caller(command: &mut Command) {
     let prefixes = ["CARGO_PKG_", "CARGO_MANIFEST_", "CARGO_BIN_", "CARGO_CRATE_", "CARGO_PRIMARY_", "OUT_DIR", "GIT_"];
-    prefixes.iter().any(|prefix| variable.as_encoded_bytes().starts_with(prefix.as_bytes()))
+    for (name, _) in std::env::vars_os() {
+        if prefixes.iter().any(|prefix| name.as_encoded_bytes().starts_with(prefix.as_bytes())) {
+            command.env_remove(name);
+        }
+    }
 }
 
 /// Where cargo keeps what it compiles for these tests.
