@@ -28,7 +28,7 @@ pub struct Hyperparameters {
     pub head_dim: usize,
     /// Query heads that share one key/value head.
     pub heads_per_kv_head: usize,
-    /// One letter a layer, repeated: S sees half the context back, L all of it; the last layer is always L.
+    /// One letter a layer, repeated: S sees half the context back, L all of it; the last layer always sees all.
     pub window_pattern: String,
     /// Rows in one forward pass.
     pub device_batch_size: usize,
@@ -139,11 +139,16 @@ impl GptConfig {
     }
 
     /// How many tokens back each layer sees.
+    ///
+    /// # Panics
+    /// If the window pattern is not one ([`GptConfig::problem`]).
     pub fn windows(&self) -> Vec<usize> {
         let letters: Vec<char> = self.window_pattern.chars().collect();
-        let long = |layer: usize| layer == self.n_layer - 1 || letters[layer % letters.len()] == 'L';
-        let tokens = |layer| if long(layer) { self.sequence_len } else { self.sequence_len / 2 };
-        (0..self.n_layer).map(tokens).collect()
+        let part = |letter| part_of_context(letter).expect("a letter of the window pattern");
+        let mut windows: Vec<usize> =
+            (0..self.n_layer).map(|layer| self.sequence_len / part(letters[layer % letters.len()])).collect();
+        windows[self.n_layer - 1] = self.sequence_len;
+        windows
     }
 
     /// Every second layer, ending with the last, adds value embeddings.
@@ -163,14 +168,17 @@ impl GptConfig {
             Some(format!("n_head {n_head} must be a multiple of n_kv_head {n_kv_head}"))
         } else if n_embd < GATE_CHANNELS {
             Some(format!("n_embd {n_embd} must be at least the {GATE_CHANNELS} channels that the value gate reads"))
-        } else if self.window_pattern.is_empty() || self.window_pattern.contains(|letter| !"SL".contains(letter)) {
-            Some(format!("window_pattern must be letters S and L, found {:?}", self.window_pattern))
+        } else if self.window_pattern.is_empty() || self.window_pattern.contains(|c| part_of_context(c).is_none()) {
+            let letters = WINDOWS.map(|(letter, _)| letter.to_string()).join(" and ");
+            Some(format!("window_pattern must be letters {letters}, found {:?}", self.window_pattern))
         } else {
             None
         }
     }
 }
 
+/// The letters of a window pattern; a layer sees the context divided by the number.
+const WINDOWS: [(char, usize); 2] = [('S', 2), ('L', 1)];
 /// Logits z become SOFTCAP·tanh(z / SOFTCAP).
 const SOFTCAP: f64 = 15.0;
 /// Channels of the layer input from which a value embedding's gate is computed.
@@ -178,8 +186,12 @@ const GATE_CHANNELS: usize = 32;
 /// Base of the rotary wavelengths.
 const ROTARY_BASE: f32 = 10_000.0;
 
+fn part_of_context(letter: char) -> Option<usize> {
+    WINDOWS.iter().find(|(known, _)| *known == letter).map(|(_, part)| *part)
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
-// Blocks
+// Blocks: for each its parameters, their initial values, and what it computes
 // ---------------------------------------------------------------------------------------------------------------------
 
 /// A matrix without bias, kept in float32 and cast to the type of what it multiplies.
@@ -225,6 +237,17 @@ pub struct Attention {
 }
 
 impl Attention {
+    fn new(config: &GptConfig, layer: usize, init: &mut Initializer) -> Self {
+        let (c, kv) = (config.n_embd, config.n_kv_head * config.head_dim());
+        Self {
+            c_q: init.linear(c, c, uniform(c)),
+            c_k: init.linear(kv, c, uniform(c)),
+            c_v: init.linear(kv, c, uniform(c)),
+            c_proj: init.zeros(c, c),
+            ve_gate: config.has_value_embedding(layer).then(|| init.zeros(config.n_kv_head, GATE_CHANNELS)),
+        }
+    }
+
     fn forward(&self, x: Tensor<3>, value_embedding: Option<Tensor<3>>, context: &Context, window: usize) -> Tensor<3> {
         let [b, t, c] = x.dims();
         let d = context.head_dim;
@@ -254,6 +277,11 @@ pub struct Mlp {
 }
 
 impl Mlp {
+    fn new(config: &GptConfig, init: &mut Initializer) -> Self {
+        let c = config.n_embd;
+        Self { c_fc: init.linear(4 * c, c, uniform(c)), c_proj: init.zeros(c, 4 * c) }
+    }
+
     fn forward(&self, x: Tensor<3>) -> Tensor<3> {
         self.c_proj.forward(ops::squared_relu(self.c_fc.forward(x)))
     }
@@ -267,6 +295,10 @@ pub struct Block {
 }
 
 impl Block {
+    fn new(config: &GptConfig, layer: usize, init: &mut Initializer) -> Self {
+        Self { attn: Attention::new(config, layer, init), mlp: Mlp::new(config, init) }
+    }
+
     fn forward(&self, x: Tensor<3>, value_embedding: Option<Tensor<3>>, context: &Context, window: usize) -> Tensor<3> {
         let x = x.clone() + self.attn.forward(ops::rms_norm(x), value_embedding, context, window);
         x.clone() + self.mlp.forward(ops::rms_norm(x))
@@ -306,6 +338,44 @@ pub struct Gpt {
 }
 
 impl Gpt {
+    /// A freshly initialised model whose values depend on `seed` alone, not on the device.
+    ///
+    /// Embeddings and the rotary tables are kept in `compute_type`, everything else in float32.
+    ///
+    /// # Panics
+    /// If [`GptConfig::problem`] finds one.
+    pub fn new(config: &GptConfig, compute_type: FloatDType, seed: u64, device: &Device) -> Self {
+        if let Some(problem) = config.problem() {
+            panic!("these sizes make no model: {problem}");
+        }
+        let compute_type = DType::from(compute_type);
+        let init = &mut Initializer { rng: ChaCha8Rng::seed_from_u64(seed), device, compute_type };
+        let layers = 0..config.n_layer;
+        let (v, c, kv) = (config.vocab_size, config.n_embd, config.n_kv_head * config.head_dim());
+        let (cos, sin) = rotary_tables(config, compute_type, device);
+        // A field's values are drawn where it stands: one more does not change those before it.
+        Self {
+            transformer: Transformer {
+                wte: init.embedding(v, c, normal(1.0)),
+                h: layers.clone().map(|layer| Block::new(config, layer, init)).collect(),
+            },
+            lm_head: init.linear(v, c, normal(0.001)),
+            resid_lambdas: init.scalars(config.n_layer, 1.0),
+            x0_lambdas: init.scalars(config.n_layer, 0.1),
+            value_embeds: layers
+                .map(|layer| config.has_value_embedding(layer).then(|| init.embedding(v, kv, uniform(c))))
+                .collect(),
+            cos,
+            sin,
+            config: config.clone(),
+        }
+    }
+
+    /// The output head `[v, c]`, the same for the training loss and for the logits that are evaluated.
+    fn unembedding(&self) -> Tensor<2> {
+        self.lm_head.weight.val()
+    }
+
     /// The sizes this model was made with.
     pub fn config(&self) -> &GptConfig {
         &self.config
@@ -347,11 +417,6 @@ impl Gpt {
         ops::softcap(cast_to(ops::project(hidden, weight), DType::F32), SOFTCAP)
     }
 
-    /// The output head `[v, c]`, the same for the training loss and for the logits that are evaluated.
-    fn unembedding(&self) -> Tensor<2> {
-        self.lm_head.weight.val()
-    }
-
     /// Mean cross-entropy in nats of `targets` `[b, t]` after `tokens` `[b, t]`, `[1]`.
     pub fn loss(&self, tokens: Tensor<2, Int>, targets: Tensor<2, Int>) -> Tensor<1> {
         let hidden = self.hidden(tokens);
@@ -362,30 +427,16 @@ impl Gpt {
     /// Floating-point operations of forward and backward for one token: 6 for each weight of a matrix product, and
     /// 12·h·d for each token that a layer's window lets it see (Chowdhery et al. 2022, "PaLM", appendix B).
     pub fn flops_per_token(&self) -> usize {
-        let in_products = |p: &&Parameter| p.name.starts_with("transformer.h.") || p.name.starts_with("lm_head.");
-        let weights: usize =
-            parameters(self).iter().filter(in_products).map(|p| p.shape.iter().product::<usize>()).sum();
+        let in_layers = parameters(self).iter().filter(|p| is_layer_matrix(p)).map(Parameter::elements).sum::<usize>();
+        let in_head = self.unembedding().shape().num_elements();
         let attention: usize = self.config.windows().iter().map(|window| 12 * self.config.n_embd * window).sum();
-        6 * weights + attention
+        6 * (in_layers + in_head) + attention
     }
+}
 
-    /// Parameters by kind, as (kind, number).
-    pub fn parameter_counts(&self) -> Vec<(&'static str, usize)> {
-        let kinds = [
-            ("token embedding", "transformer.wte."),
-            ("value embeddings", "value_embeds."),
-            ("output head", "lm_head."),
-            ("matrices", "transformer.h."),
-            ("scalars", ""),
-        ];
-        let mut counts = kinds.map(|(kind, _)| (kind, 0));
-        for parameter in parameters(self) {
-            let kind =
-                kinds.iter().position(|(_, prefix)| parameter.name.starts_with(prefix)).expect("the last is any");
-            counts[kind].1 += parameter.shape.iter().product::<usize>();
-        }
-        counts.to_vec()
-    }
+/// Whether a parameter is a matrix of a layer.
+fn is_layer_matrix(parameter: &Parameter) -> bool {
+    parameter.name.starts_with("transformer.h.") && parameter.shape.len() == 2
 }
 
 fn cast_to<const D: usize>(x: Tensor<D>, dtype: DType) -> Tensor<D> {
@@ -396,60 +447,49 @@ fn cast_to<const D: usize>(x: Tensor<D>, dtype: DType) -> Tensor<D> {
 // Initialisation
 // ---------------------------------------------------------------------------------------------------------------------
 
-impl Gpt {
-    /// A freshly initialised model whose values depend on `seed` alone, not on the device.
-    ///
-    /// Embeddings and the rotary tables are kept in `compute_type`, everything else in float32.
-    ///
-    /// # Panics
-    /// If [`GptConfig::problem`] finds one.
-    pub fn new(config: &GptConfig, compute_type: FloatDType, seed: u64, device: &Device) -> Self {
-        if let Some(problem) = config.problem() {
-            panic!("these sizes make no model: {problem}");
-        }
-        let mut rng = ChaCha8Rng::seed_from_u64(seed);
-        let (c, v, kv) = (config.n_embd, config.vocab_size, config.n_kv_head * config.head_dim());
-        // A uniform distribution with the standard deviation 1 / √c.
-        let bound = (3.0 / c as f64).sqrt();
-        let uniform = Distribution::Uniform(-bound, bound);
-        let compute = DType::from(compute_type);
-        let mut draw = |rows: usize, columns: usize, distribution: Distribution, dtype: DType| {
-            let data = TensorData::random::<f32, _, _>([rows, columns], distribution, &mut rng);
-            Param::from_tensor(Tensor::from_data(data, (device, dtype)))
-        };
-        let zeros = |rows: usize, columns: usize| Linear {
-            weight: Param::from_tensor(Tensor::zeros([rows, columns], (device, DType::F32))),
-        };
-        let wte = Embedding { weight: draw(v, c, Distribution::Normal(0.0, 1.0), compute) };
-        let h = (0..config.n_layer)
-            .map(|layer| Block {
-                attn: Attention {
-                    c_q: Linear { weight: draw(c, c, uniform, DType::F32) },
-                    c_k: Linear { weight: draw(kv, c, uniform, DType::F32) },
-                    c_v: Linear { weight: draw(kv, c, uniform, DType::F32) },
-                    c_proj: zeros(c, c),
-                    ve_gate: config.has_value_embedding(layer).then(|| zeros(config.n_kv_head, GATE_CHANNELS)),
-                },
-                mlp: Mlp { c_fc: Linear { weight: draw(4 * c, c, uniform, DType::F32) }, c_proj: zeros(c, 4 * c) },
-            })
-            .collect();
-        let lm_head = Linear { weight: draw(v, c, Distribution::Normal(0.0, 0.001), DType::F32) };
-        let value_embeds = (0..config.n_layer)
-            .map(|layer| config.has_value_embedding(layer).then(|| Embedding { weight: draw(v, kv, uniform, compute) }))
-            .collect();
-        let constant = |value: f64| Param::from_tensor(Tensor::full([config.n_layer], value, (device, DType::F32)));
-        let (cos, sin) = rotary_tables(config, compute, device);
-        Self {
-            transformer: Transformer { wte, h },
-            lm_head,
-            resid_lambdas: constant(1.0),
-            x0_lambdas: constant(0.1),
-            value_embeds,
-            cos,
-            sin,
-            config: config.clone(),
-        }
+/// Draws initial values; they depend on the seed and on the order of the draws, not on the device.
+struct Initializer<'a> {
+    rng: ChaCha8Rng,
+    device: &'a Device,
+    compute_type: DType,
+}
+
+impl Initializer<'_> {
+    /// A matrix for products: kept in float32.
+    fn linear(&mut self, out: usize, inputs: usize, values: Distribution) -> Linear {
+        Linear { weight: self.draw(out, inputs, values, DType::F32) }
     }
+
+    /// A matrix of noughts: what it leads to adds nothing before the first step.
+    fn zeros(&mut self, out: usize, inputs: usize) -> Linear {
+        Linear { weight: Param::from_tensor(Tensor::zeros([out, inputs], (self.device, DType::F32))) }
+    }
+
+    /// A table of rows that are looked up: kept in the compute type.
+    fn embedding(&mut self, rows: usize, channels: usize, values: Distribution) -> Embedding {
+        Embedding { weight: self.draw(rows, channels, values, self.compute_type) }
+    }
+
+    /// `numbers` equal scalars: kept in float32.
+    fn scalars(&mut self, numbers: usize, value: f64) -> Param<Tensor<1>> {
+        Param::from_tensor(Tensor::full([numbers], value, (self.device, DType::F32)))
+    }
+
+    fn draw(&mut self, rows: usize, columns: usize, values: Distribution, dtype: DType) -> Param<Tensor<2>> {
+        let data = TensorData::random::<f32, _, _>([rows, columns], values, &mut self.rng);
+        Param::from_tensor(Tensor::from_data(data, (self.device, dtype)))
+    }
+}
+
+/// Uniform values with the standard deviation 1 / √channels.
+fn uniform(channels: usize) -> Distribution {
+    let bound = (3.0 / channels as f64).sqrt();
+    Distribution::Uniform(-bound, bound)
+}
+
+/// Normal values around nought.
+fn normal(standard_deviation: f64) -> Distribution {
+    Distribution::Normal(0.0, standard_deviation)
 }
 
 /// cos and sin of position · base^(−2i / d), each `[t, d / 2]`.
@@ -476,27 +516,23 @@ impl Hyperparameters {
         let width_scale = (model.config.n_embd as f64 / 768.0).powf(-0.5);
         let adamw = |lr: f64, betas: (f64, f64)| UpdateRule::AdamW { lr, betas, eps: 1e-10, weight_decay: 0.0 };
         let embedding = adamw(self.embedding_lr * width_scale, self.adam_betas);
+        let scalar = adamw(self.scalar_lr * 0.01, self.adam_betas);
         let all = parameters(model);
-        let of = |prefix: &str| {
-            let names = all.iter().map(|parameter| parameter.name.clone());
-            names.filter(|name| name.starts_with(prefix)).collect::<Vec<_>>()
+        let group = |name, members: &dyn Fn(&Parameter) -> bool, rule| {
+            let members = all.iter().filter(|parameter| members(parameter));
+            ParameterGroup::new(name, members.map(|parameter| parameter.name.clone()).collect(), rule)
         };
-        // Muon takes matrices only: what else the layers hold needs a group of its own.
-        let matrices =
-            all.iter().filter(|parameter| parameter.name.starts_with("transformer.h.") && parameter.shape.len() == 2);
-        let matrices = matrices.map(|parameter| parameter.name.clone()).collect();
+        let named = |prefix: &'static str| move |parameter: &Parameter| parameter.name.starts_with(prefix);
         vec![
-            ParameterGroup::new(
-                "unembedding",
-                of("lm_head."),
-                adamw(self.unembedding_lr * width_scale, self.adam_betas),
-            ),
-            ParameterGroup::new("embedding", of("transformer.wte."), embedding.clone()),
-            ParameterGroup::new("value embeddings", of("value_embeds."), embedding),
-            ParameterGroup::new("residual scalars", of("resid_lambdas"), adamw(self.scalar_lr * 0.01, self.adam_betas)),
+            group("unembedding", &named("lm_head."), adamw(self.unembedding_lr * width_scale, self.adam_betas)),
+            group("embedding", &named("transformer.wte."), embedding.clone()),
+            group("value embeddings", &named("value_embeds."), embedding),
+            group("residual scalars", &named("resid_lambdas"), scalar.clone()),
             // The x0 scalars move fast: a longer memory keeps them steady.
-            ParameterGroup::new("x0 scalars", of("x0_lambdas"), adamw(self.scalar_lr, (0.96, 0.95))),
-            ParameterGroup::new("matrices", matrices, UpdateRule::Muon { lr: self.matrix_lr, beta2: 0.95 }),
+            group("x0 scalars", &named("x0_lambdas"), adamw(self.scalar_lr, (0.96, 0.95))),
+            group("matrices", &is_layer_matrix, UpdateRule::Muon { lr: self.matrix_lr, beta2: 0.95 }),
+            // Muon takes matrices only: whatever else a layer holds.
+            group("layer scalars", &|p| named("transformer.h.")(p) && !is_layer_matrix(p), scalar),
         ]
     }
 }

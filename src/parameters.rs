@@ -17,6 +17,13 @@ pub struct Parameter {
     pub value: Tensor<1>,
 }
 
+impl Parameter {
+    /// How many numbers it holds.
+    pub fn elements(&self) -> usize {
+        self.shape.iter().product()
+    }
+}
+
 /// All float parameters of `module`, in the order of its fields.
 pub fn parameters<M: Module>(module: &M) -> Vec<Parameter> {
     struct Reader {

@@ -1,7 +1,11 @@
 //! The tests of the program as a whole, in one binary: each further one would link burn again.
 
+// A copy of the project to edit, commit and build in.
+mod checkout;
 // The program from outside: commands, bad input, the files of a run.
 mod command_line;
+// The shipped edits of the model.
+mod edits;
 // The metric.
 mod evaluation;
 // Golden values, by the code behind `autoresearch verify`.

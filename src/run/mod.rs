@@ -24,9 +24,9 @@ use crate::device::ComputeDevice;
 use crate::eval::{ByteLengths, Evaluation, PassSizes, evaluate_bpb};
 use crate::model::{Gpt, GptConfig, Hyperparameters};
 use crate::ops::{self, WarmUp};
-use crate::optim::MuonAdamW;
+use crate::optim::{MuonAdamW, ParameterGroup};
 use crate::output::say;
-use crate::parameters::{in_compute_type, parameters};
+use crate::parameters::{Parameter, in_compute_type, parameters};
 use crate::sample::Sampling;
 use crate::tokenizer::Tokenizer;
 use crate::train::{BatchPlan, Diverged, Limit, MonotonicClock, Training};
@@ -131,8 +131,8 @@ pub fn train(conditions: &Conditions, record: &Record) -> Result<PathBuf> {
     prepared.tokenizer().save(folder.path())?;
     let hyperparameters = &resolved.hyperparameters;
     let flops_per_token = model.flops_per_token() as f64;
-    let num_params: usize = model.parameter_counts().iter().map(|(_, count)| count).sum();
-    announce(&resolved, &model, &plan, folder.path());
+    let num_params: usize = parameters(&model).iter().map(Parameter::elements).sum();
+    announce(&resolved, &model, &groups, &plan, folder.path());
 
     let mut progress = ProgressLine::new(flops_per_token, peak_flops);
     let startup = record.enter(Phase::Training)?;
@@ -374,7 +374,7 @@ fn bpb_floor(prepared: &Prepared, config: &Config) -> Result<f64> {
         .context("the built-in validation text is none of its own grammar; hint: prepare the data set tales again")
 }
 
-fn announce(resolved: &Resolved, model: &Gpt, plan: &BatchPlan, run: &Path) {
+fn announce(resolved: &Resolved, model: &Gpt, groups: &[ParameterGroup], plan: &BatchPlan, run: &Path) {
     let Resolved { config, hyperparameters, model: sizes, .. } = resolved;
     say(format_args!("config:     {}", resolved.config_name));
     say(format_args!("device:     {}", resolved.device));
@@ -389,9 +389,12 @@ fn announce(resolved: &Resolved, model: &Gpt, plan: &BatchPlan, run: &Path) {
         sizes.sequence_len,
         windows.join(" ")
     ));
-    let counts = model.parameter_counts();
-    let kinds: Vec<String> = counts.iter().map(|(kind, count)| format!("{kind} {count}")).collect();
-    say(format_args!("parameters: {} ({})", counts.iter().map(|(_, count)| count).sum::<usize>(), kinds.join(", ")));
+    let counts: HashMap<String, usize> =
+        parameters(model).into_iter().map(|parameter| (parameter.name.clone(), parameter.elements())).collect();
+    let in_group = |group: &ParameterGroup| group.parameters.iter().map(|name| counts[name]).sum::<usize>();
+    let with_members = groups.iter().filter(|group| !group.parameters.is_empty());
+    let kinds: Vec<String> = with_members.map(|group| format!("{} {}", group.name, in_group(group))).collect();
+    say(format_args!("parameters: {} ({})", counts.values().sum::<usize>(), kinds.join(", ")));
     say(format_args!("FLOPs:      {:.3e} a token", model.flops_per_token() as f64));
     say(format_args!(
         "batch:      {} tokens a step = {} forward x {} rows x {} tokens",

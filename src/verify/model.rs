@@ -5,7 +5,7 @@ use super::{Check, Goldens, mean_absolute_difference, reference_hyperparameters,
 use crate::checkpoint::{TensorFile, load_weights};
 use crate::model::{Gpt, GptConfig};
 use crate::optim::{MuonAdamW, Schedule};
-use crate::parameters::{in_compute_type, parameters, take_gradients};
+use crate::parameters::{Parameter, in_compute_type, parameters, take_gradients};
 use crate::train::accumulate;
 use anyhow::{Result, bail, ensure};
 use burn::tensor::{Device, FloatDType, Int, Tensor, TensorData, activation};
@@ -88,7 +88,7 @@ fn single_batch(
 
     let differs = |found: bool| if found { 1.0 } else { 0.0 };
     check("flops_per_token", differs(model.flops_per_token() != description.flops_per_token), 0.0);
-    let count: usize = model.parameter_counts().iter().map(|(_, count)| count).sum();
+    let count: usize = parameters(&model).iter().map(Parameter::elements).sum();
     check("num_params", differs(count != description.num_params), 0.0);
     check("window_sizes", differs(model.config().windows() != description.window_sizes), 0.0);
 
