@@ -21,6 +21,9 @@ mod model;
 mod optimizer;
 // Types: what is kept and computed in bfloat16, what in float32.
 mod precision;
+// The research loop: experiments, the loop with an agent, kills, refusals.
+#[cfg(target_os = "linux")]
+mod research;
 // The script that sets libtorch up.
 #[cfg(target_os = "linux")]
 mod setup_libtorch;

@@ -201,13 +201,8 @@ mod tests {
         }
 
         fn summary(self, val_bpb: Option<f64>) -> Self {
-            let summary = json!({
-                "val_bpb": val_bpb, "startup_seconds": 1.0, "training_seconds": 60.0, "total_seconds": 70.0,
-                "peak_vram_mb": null, "mfu_percent": null, "total_tokens_M": 1.0, "num_steps": 9, "num_params_M": 4.2,
-                "depth": 4, "device": "cpu", "tokens_per_second": 10.0, "eval_seconds": 5.0, "val_tokens": 10,
-                "val_bytes": 30, "val_bpb_upstream": 0.8, "bpb_floor": null, "dropped_percent": 1.0, "seed": 42,
-                "config": "ci.toml", "run_dir": "runs/1"
-            });
+            let mut summary = serde_json::to_value(crate::run::summary()).unwrap();
+            summary["val_bpb"] = val_bpb.into();
             self.with("summary.json", summary)
         }
 

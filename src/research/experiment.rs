@@ -317,7 +317,14 @@ impl<'a> Experiment<'a> {
                 if self.journal.kind == Kind::Baseline {
                     leave_program(program, self.study.repository.root())?;
                 }
-                self.train(Run { program, commit: &commit, folder: &run_dir, seed: None })?
+                match self.study.check_built() {
+                    Ok(()) => self.train(Run { program, commit: &commit, folder: &run_dir, seed: None })?,
+                    Err(violation) => Err(Crash {
+                        kind: CrashKind::Dishonest,
+                        message: violation.to_string(),
+                        excerpt: String::new(),
+                    }),
+                }
             }
             Err(first_error) => Err(Crash {
                 kind: CrashKind::Build,

@@ -95,6 +95,11 @@ impl Study {
         self.repository.own_dir().join("autoresearch")
     }
 
+    /// The folder in which commits are built.
+    pub fn checkout(&self) -> PathBuf {
+        self.work_folder().join("checkout")
+    }
+
     /// The commit that the branch started from.
     ///
     /// # Errors
@@ -194,6 +199,20 @@ impl Study {
                 anyhow!("{name}: cannot be read ({error}); hint: `git restore {name}` brings it back")
             })?;
             source_check::check(name, &source)?;
+        }
+        Ok(())
+    }
+
+    /// [`Study::require_allowed_sources`] of the files that were built, which the compiler has understood.
+    ///
+    /// # Errors
+    /// If they hold something else, or something that cannot be looked into.
+    pub fn check_built(&self) -> Result<()> {
+        for name in EDITABLE {
+            let path = self.checkout().join(name);
+            let source = fs::read_to_string(&path)
+                .map_err(|error| anyhow!("{}: cannot be read ({error}); hint: try again", path.display()))?;
+            source_check::check_built(name, &source)?;
         }
         Ok(())
     }

@@ -34,7 +34,7 @@ pub fn build(
     interruption: &Interruption,
     on_spawn: impl FnOnce(&ProcessId) -> Result<()>,
 ) -> Result<Built> {
-    let folder = study.work_folder().join("checkout");
+    let folder = study.checkout();
     study.repository.checkout(&folder, commit)?;
     copy_settings(study.repository.root(), &folder)?;
     // The program lies where no other build replaces it while it runs.

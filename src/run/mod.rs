@@ -47,6 +47,8 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 pub use summary::Summary;
+#[cfg(test)]
+pub(crate) use summary::tests::summary;
 pub use watchdog::Watchdog;
 
 /// Name of the weights in a run's folder.

@@ -94,11 +94,12 @@ impl fmt::Display for Summary {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use super::*;
     use crate::run::protocol;
 
-    fn summary() -> Summary {
+    /// Some run's.
+    pub(crate) fn summary() -> Summary {
         Summary {
             val_bpb: 0.9979,
             startup_seconds: 1.5,
