@@ -13,9 +13,11 @@ use crate::research::overview::{Order, Overview, Table, sorted};
 use crate::research::start::start;
 use crate::research::study::{Settings, Study};
 use crate::research::undo::undo;
+use crate::tokenizer::hexadecimal;
 use anyhow::{Result, bail, ensure};
 use clap::Args;
 use serde::Serialize;
+use sha2::{Digest, Sha256};
 use std::path::{Path, PathBuf};
 
 /// Added to the budget where the configuration has no limit for a whole run.
@@ -207,6 +209,7 @@ fn settings(args: &StartArgs) -> Result<Settings> {
     Ok(Settings {
         train_arguments,
         config: name,
+        config_sha256: hexadecimal(&Sha256::digest(serde_json::to_vec(&(&config, args.steps))?)),
         device: config.device,
         seed: config.seed,
         runs_dir: std::path::absolute(&args.runs_dir)?,

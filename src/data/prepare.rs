@@ -197,8 +197,9 @@ mod tests {
     use super::*;
     use crate::data::command::prepare_command;
     use crate::data::parquet_shards::tests::write_shard;
-    use crate::data::prepared::{first_cache_folder, hexadecimal};
+    use crate::data::prepared::first_cache_folder;
     use crate::data::tales;
+    use crate::tokenizer::hexadecimal;
     use sha2::{Digest, Sha256};
     use std::collections::BTreeMap;
     use std::ffi::OsString;

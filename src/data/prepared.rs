@@ -6,7 +6,7 @@ use super::manifest::Dataset;
 use super::parquet_shards::ParquetShards;
 use super::tales;
 use super::text_files::{LONGEST_PIECE, SPLIT_RULE, TextFiles};
-use crate::tokenizer::Tokenizer;
+use crate::tokenizer::{Tokenizer, hexadecimal};
 use anyhow::{Result, anyhow, bail, ensure};
 use burn_dataset::Dataset as _;
 use serde::{Deserialize, Serialize};
@@ -379,10 +379,6 @@ pub(super) fn place(dataset: &Dataset, cache_dir: Option<&Path>) -> Result<(Stri
     };
     let folder = cache_folder(cache_dir)?.join(&name);
     Ok((name, folder))
-}
-
-pub(super) fn hexadecimal(bytes: &[u8]) -> String {
-    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 /// `command` is the one that prepares the data set with the vocabulary that is expected.

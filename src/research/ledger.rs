@@ -62,9 +62,13 @@ pub struct Record {
     pub num_steps: Option<usize>,
     #[serde(rename = "num_params_M")]
     pub num_params_m: Option<f64>,
-    pub seed: Option<u64>,
+    pub seed: u64,
+    /// Name of the configuration.
     pub config: String,
-    pub device: Option<String>,
+    /// SHA-256 of the configuration with all flags applied, and of the number of steps, if that is the limit.
+    pub config_sha256: String,
+    /// The device that was found, or as it was asked for after a crash.
+    pub device: String,
     /// What must be the same for two numbers to compare; none after a crash before the evaluation.
     pub protocol: Option<Protocol>,
     /// The run's folder.
@@ -324,9 +328,10 @@ pub(crate) mod tests {
             mfu_percent: None,
             num_steps: None,
             num_params_m: None,
-            seed: Some(42),
+            seed: 42,
             config: "configs/ci.toml".to_owned(),
-            device: None,
+            config_sha256: "0".repeat(64),
+            device: "cpu".to_owned(),
             protocol: None,
             run_dir: PathBuf::from("runs/nov30-001"),
             patch: PathBuf::from("runs/nov30-001/edit.patch"),

@@ -6,6 +6,7 @@ use crate::research::experiment::Finished;
 use crate::research::ledger::{Record, one_line};
 use crate::research::study::{branch_name, short};
 use std::fmt;
+use std::path::Path;
 
 impl fmt::Display for Finished {
     /// At most 15 lines, and after a crash at most 20 more, quoted.
@@ -52,7 +53,7 @@ impl fmt::Display for Finished {
                 short(&record.parent)
             )?,
         }
-        writeln!(f, "run:     {}", record.run_dir.display())?;
+        writeln!(f, "run:     {}", shown(&record.run_dir).display())?;
         // The refusal to overwrite what the user edits is at most two of them.
         for note in self.notes.iter().take(3) {
             writeln!(f, "note:    {note}")?;
@@ -70,6 +71,12 @@ impl fmt::Display for Finished {
         }
         Ok(())
     }
+}
+
+/// `path` from here, where it lies below.
+fn shown(path: &Path) -> &Path {
+    let here = std::env::current_dir().unwrap_or_default();
+    path.strip_prefix(here).unwrap_or(path)
 }
 
 fn against_best(record: &Record, val_bpb: f64) -> String {

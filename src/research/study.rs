@@ -25,6 +25,8 @@ pub struct Settings {
     pub train_arguments: Vec<String>,
     /// Name of the configuration.
     pub config: String,
+    /// SHA-256 of the configuration with all flags applied, and of the number of steps, if that is the limit.
+    pub config_sha256: String,
     /// As `--device` has it.
     pub device: String,
     pub seed: u64,

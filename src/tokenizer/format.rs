@@ -175,7 +175,7 @@ fn sha256(text: &str) -> String {
 }
 
 /// Two lower-case digits a byte.
-pub(super) fn hexadecimal(bytes: &[u8]) -> String {
+pub fn hexadecimal(bytes: &[u8]) -> String {
     bytes.iter().fold(String::new(), |mut digits, byte| {
         write!(digits, "{byte:02x}").expect("a String takes everything");
         digits

@@ -8,6 +8,7 @@ mod format;
 mod split;
 mod training;
 
+pub(crate) use format::hexadecimal;
 pub use format::parse_tiktoken;
 pub(crate) use format::{HEADER_FILE, RANKS_FILE};
 pub use split::{PATTERN, for_each_piece};

@@ -122,7 +122,7 @@ fn count_pieces(
     for (piece, count) in tables.flatten() {
         *counts.entry(piece).or_default() += count;
     }
-    let hash = super::format::hexadecimal(&hash.finalize());
+    let hash = super::hexadecimal(&hash.finalize());
     Ok((counts, hash))
 }
 
