@@ -21,6 +21,17 @@ struct Study {
     checkout: Checkout,
 }
 
+/// Waits until `when` holds, which it must before `child` ends.
+#[track_caller]
+fn wait_for(child: &mut Child, what: &str, when: impl Fn() -> bool) {
+    let begun = Instant::now();
+    while !when() {
+        assert!(begun.elapsed() < LONG, "{what} did not come");
+        assert!(child.try_wait().unwrap().is_none(), "ended before {what}");
+        sleep(Duration::from_millis(2));
+    }
+}
+
 /// What a finished command left.
 #[derive(Debug)]
 struct Finished {
@@ -250,12 +261,7 @@ impl Study {
     /// Kills `child` with SIGKILL as soon as `when` holds.
     #[track_caller]
     fn kill_when(&self, mut child: Child, what: &str, when: impl Fn() -> bool) {
-        let begun = Instant::now();
-        while !when() {
-            assert!(begun.elapsed() < LONG, "{what} did not come");
-            assert!(child.try_wait().unwrap().is_none(), "ended before {what}");
-            sleep(Duration::from_millis(2));
-        }
+        wait_for(&mut child, what, when);
         child.kill().unwrap();
         child.wait().unwrap();
     }
@@ -350,13 +356,9 @@ fn an_experiment_that_is_killed_anywhere_is_finished_once() {
     }
 
     // Before the ledger is written: what was measured counts, and is not measured again.
-    let child = study.begin(6);
+    let mut child = study.begin(6);
     let ledger = study.path("results.jsonl");
-    let begun = Instant::now();
-    while study.phase("runs/kill-006") != "training" {
-        assert!(begun.elapsed() < LONG);
-        sleep(Duration::from_millis(2));
-    }
+    wait_for(&mut child, "training", || study.phase("runs/kill-006") == "training");
     // Reading it waits for ever.
     fs::rename(&ledger, study.path("../saved")).unwrap();
     assert!(Command::new("mkfifo").arg(&ledger).status().unwrap().success());
@@ -390,13 +392,9 @@ fn an_experiment_that_is_killed_anywhere_is_finished_once() {
 
     // An edit that comes while another one is measured is left alone.
     study.checkout.git(&["restore", "src/model.rs"]);
-    fs::remove_file(study.path("runs/kill-009/phase.json")).unwrap();
+    fs::remove_dir_all(study.path("runs/kill-009")).unwrap();
     let mut child = study.begin(9);
-    let begun = Instant::now();
-    while study.phase("runs/kill-009") != "training" {
-        assert!(begun.elapsed() < LONG);
-        sleep(Duration::from_millis(2));
-    }
+    wait_for(&mut child, "training", || study.phase("runs/kill-009") == "training");
     study.edit("src/model.rs", "matrix_lr: 0.8", "matrix_lr: 0.03");
     assert!(child.wait().unwrap().success());
     assert_eq!(study.head(), before);
@@ -457,11 +455,7 @@ fn what_speaks_against_an_experiment_is_said_before_anything_is_done() {
 
     // While one experiment has the device and the work tree, no other begins; looking is possible.
     let mut child = study.command(&["experiment", "-m", "first"]).stdout(Stdio::null()).spawn().unwrap();
-    let begun = Instant::now();
-    while !study.path("../waits").exists() {
-        assert!(begun.elapsed() < LONG);
-        sleep(Duration::from_millis(5));
-    }
+    wait_for(&mut child, "the commit", || study.path("../waits").exists());
     let second = study.run(&["experiment", "-m", "second"]);
     assert!(second.stderr.contains("taken by process"), "{second:?}");
     assert!(study.ok(&["status"]).stdout.contains("unfinished:  refuse-001"));
@@ -507,11 +501,7 @@ fn a_full_disk_and_a_read_only_folder_lose_nothing() {
 
     // Full while it trains: a crash that says why, and the branch goes on.
     let mut child = study.command(&["experiment", "-m", "no room"]).stdout(Stdio::piped()).spawn().unwrap();
-    let begun = Instant::now();
-    while study.phase("../small/disk-001") != "training" {
-        assert!(begun.elapsed() < LONG);
-        sleep(Duration::from_millis(2));
-    }
+    wait_for(&mut child, "training", || study.phase("../small/disk-001") == "training");
     // Writes as much as there is room for.
     fs::write(&fill, vec![1; 64 << 20]).unwrap_err();
     let status = child.wait().unwrap();
