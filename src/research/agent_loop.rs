@@ -1,6 +1,5 @@
 //! The loop for any agent that a command line starts: prompt, edit, experiment, again; whatever the agent does, it goes on.
 
-use crate::atomic_file::write_atomically;
 use crate::output::say;
 use crate::research::decision::Status;
 use crate::research::experiment::{Experiment, Finished};
@@ -9,6 +8,7 @@ use crate::research::journal::Journal;
 use crate::research::ledger::{Record, one_line};
 use crate::research::overview::{Order, Overview, Table, sorted};
 use crate::research::process::{self, Ended, How, Input, Interruption, ProcessId, Supervision, kill_leftover};
+use crate::research::state;
 use crate::research::study::Study;
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use serde::{Deserialize, Serialize};
@@ -58,15 +58,13 @@ impl Plan {
     /// If there is none.
     pub fn read(study: &Study) -> Result<Self> {
         let path = study.folder().join(FILE);
-        let hint = "hint: `loop --agent 'COMMAND'` starts one";
-        let text = fs::read_to_string(&path)
-            .map_err(|error| anyhow!("{}: expected an unfinished loop ({error}); {hint}", path.display()))?;
-        serde_json::from_str(&text)
-            .map_err(|error| anyhow!("{}: expected an unfinished loop, found: {error}; {hint}", path.display()))
+        let hint = "`loop --agent 'COMMAND'` starts one";
+        let plan = state::read(&path, "an unfinished loop", hint)?;
+        plan.ok_or_else(|| anyhow!("{}: expected an unfinished loop, found none; hint: {hint}", path.display()))
     }
 
     fn write(&self, study: &Study) -> Result<()> {
-        write_atomically(&study.folder().join(FILE), serde_json::to_string_pretty(self)?.as_bytes())
+        state::write(&study.folder().join(FILE), self)
     }
 
     fn is_over(&self, done: usize) -> bool {

@@ -1,8 +1,8 @@
 //! What is being done to a branch, written down before each step: after a crash at any point the experiment can go on.
 
-use crate::atomic_file::write_atomically;
 use crate::research::ledger::{Entries, Record};
 use crate::research::process::ProcessId;
+use crate::research::state;
 use anyhow::{Result, anyhow};
 use serde::{Deserialize, Serialize};
 use std::fs;
@@ -62,20 +62,8 @@ impl Journal {
     /// # Errors
     /// If it cannot be read.
     pub fn read(folder: &Path) -> Result<Option<Self>> {
-        let path = folder.join(FILE);
-        let text = match fs::read_to_string(&path) {
-            Ok(text) => text,
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
-            Err(error) => {
-                return Err(anyhow!("{}: cannot be read ({error}); hint: check its permissions", path.display()));
-            }
-        };
-        serde_json::from_str(&text).map(Some).map_err(|error| {
-            anyhow!(
-                "{}: expected an unfinished experiment, found: {error}; hint: written by another version? remove the file to give the experiment up",
-                path.display()
-            )
-        })
+        let hint = "written by another version? remove the file to give the experiment up";
+        state::read(&folder.join(FILE), "an unfinished experiment", hint)
     }
 
     /// Replaces what was written.
@@ -83,7 +71,7 @@ impl Journal {
     /// # Errors
     /// If it cannot be written.
     pub fn write(&self, folder: &Path) -> Result<()> {
-        write_atomically(&folder.join(FILE), serde_json::to_string_pretty(self)?.as_bytes())
+        state::write(&folder.join(FILE), self)
     }
 
     /// Nothing is unfinished any more.

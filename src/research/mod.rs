@@ -11,13 +11,14 @@
 //! - [`interruption`] hears Ctrl-C.
 //! - [`journal`] writes each step down before it is taken.
 //! - [`ledger`] keeps all results.
-//! - [`lock`] lets one process at a time on a device or branch.
+//! - [`lock`] lets one process at a time on a device and in a work tree.
 //! - [`noise`] measures how far equal runs differ.
 //! - [`overview`] shows where a branch stands.
 //! - [`process`] runs and ends other programs.
-//! - [`report`] prints an experiment's outcome.
+//! - `report` prints an experiment's outcome.
 //! - [`source_check`] refuses edits that reach beyond the model.
 //! - [`start`] begins a branch of experiments, [`study`] is one, [`undo`] takes the last step back.
+//! - `state` reads and writes a branch's small files.
 //! - [`training`] trains in a process of its own.
 
 pub mod agent_loop;
@@ -38,6 +39,7 @@ pub mod process;
 mod report;
 pub mod source_check;
 pub mod start;
+mod state;
 pub mod study;
 pub mod training;
 pub mod undo;

@@ -1,8 +1,8 @@
 //! How far val_bpb differs between runs of the same commit: a gain within that may be chance.
 
-use crate::atomic_file::write_atomically;
 use crate::research::ledger::Record;
 use crate::research::process::Interruption;
+use crate::research::state;
 use crate::research::study::{Study, short};
 use crate::research::training::{self, Run};
 use crate::research::worktree;
@@ -40,20 +40,7 @@ impl Noise {
     /// # Errors
     /// If the file is there and cannot be read.
     pub fn read(study: &Study) -> Result<Option<Self>> {
-        let path = study.folder().join(FILE);
-        let text = match fs::read_to_string(&path) {
-            Ok(text) => text,
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
-            Err(error) => {
-                return Err(anyhow!("{}: cannot be read ({error}); hint: check its permissions", path.display()));
-            }
-        };
-        serde_json::from_str(&text).map(Some).map_err(|error| {
-            anyhow!(
-                "{}: expected what `noise` measured, found: {error}; hint: remove it and measure again",
-                path.display()
-            )
-        })
+        state::read(&study.folder().join(FILE), "what `noise` measured", "remove it and measure again")
     }
 
     fn values(&self) -> Vec<f64> {
@@ -155,7 +142,7 @@ pub fn measure(
         noise.protocol = protocol;
         // One run alone has no spread: it must not replace an earlier measurement.
         if noise.runs.len() >= 2 {
-            write_atomically(&study.folder().join(FILE), serde_json::to_string_pretty(&noise)?.as_bytes())?;
+            state::write(&study.folder().join(FILE), noise)?;
         }
     }
     measured.ok_or_else(|| anyhow!("--runs: expected at least 2, found {runs}; hint: 5 give a usable spread"))

@@ -1,12 +1,12 @@
 //! One branch of experiments, `autoresearch/<tag>`: where it started, what it keeps, how its experiments are trained.
 
-use crate::atomic_file::write_atomically;
 use crate::research::decision::Status;
 use crate::research::git::Repository;
 use crate::research::journal::Journal;
 use crate::research::ledger::{Ledger, Record};
 use crate::research::lock::Lock;
 use crate::research::source_check;
+use crate::research::state;
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use serde::{Deserialize, Serialize};
 use std::fs;
@@ -14,6 +14,9 @@ use std::path::{Path, PathBuf};
 
 /// What an experiment may edit.
 pub const EDITABLE: [&str; 2] = ["src/model.rs", "src/optim.rs"];
+
+/// Name of the file in a branch's folder.
+const SETTINGS: &str = "settings.json";
 
 /// Branches of experiments begin with it.
 const BRANCH_PREFIX: &str = "autoresearch/";
@@ -257,13 +260,12 @@ impl Study {
 
 impl Settings {
     fn read(folder: &Path, tag: &str) -> Result<Self> {
-        let path = folder.join("settings.json");
-        let hint = format!("hint: `start` with another tag than {tag} makes a branch for experiments from here");
-        let text = fs::read_to_string(&path).map_err(|error| {
-            anyhow!("{}: expected what `start` wrote for this branch ({error}); {hint}", path.display())
-        })?;
-        serde_json::from_str(&text)
-            .map_err(|error| anyhow!("{}: expected a branch's settings, found: {error}; {hint}", path.display()))
+        let path = folder.join(SETTINGS);
+        let hint = format!("`start` with another tag than {tag} makes a branch for experiments from here");
+        let settings = state::read(&path, "a branch's settings", &hint)?;
+        settings.ok_or_else(|| {
+            anyhow!("{}: expected what `start` wrote for this branch, found none; hint: {hint}", path.display())
+        })
     }
 
     /// Writes them for the branch whose folder is `folder`.
@@ -274,7 +276,7 @@ impl Settings {
         fs::create_dir_all(folder).map_err(|error| {
             anyhow!("{}: cannot be made ({error}); hint: git's folder must be writable", folder.display())
         })?;
-        write_atomically(&folder.join("settings.json"), serde_json::to_string_pretty(self)?.as_bytes())
+        state::write(&folder.join(SETTINGS), self)
     }
 }
 
