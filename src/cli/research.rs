@@ -289,7 +289,7 @@ pub fn run_loop(args: &LoopArgs) -> Result<()> {
         None => Plan::read(&study)?,
         Some(agent) => {
             study.require_finished()?;
-            new_plan(&study, agent.clone(), &args)?
+            new_plan(&study, agent.clone(), args)?
         }
     };
     agent_loop::run(&study, &interruption, plan)

@@ -536,7 +536,7 @@ fn leave_program(program: &Path, root: &Path) -> Result<()> {
     let copy = || -> std::io::Result<()> {
         let temporary = tempfile::Builder::new().prefix(".autoresearch").tempfile_in(root)?.into_temp_path();
         fs::copy(program, &temporary)?;
-        Ok(temporary.persist(&path).map_err(|failed| failed.error)?)
+        temporary.persist(&path).map_err(|failed| failed.error)
     };
     copy().map_err(|error| {
         anyhow!("{}: cannot leave the program there ({error}); hint: is the folder writable?", path.display())

@@ -77,21 +77,29 @@ impl Repository {
         Ok(self.output(&["merge-base", "--is-ancestor", ancestor, commit])?.status.success())
     }
 
-    /// Tracked files of the work tree or the index that differ from `commit`, without those of `but`.
+    /// Tracked files of the work tree, the index or HEAD that differ from `commit`, without those of `but`.
     pub fn changed_files(&self, commit: &str, but: &[&str]) -> Result<Vec<String>> {
-        let excluded: Vec<String> = but.iter().map(|path| format!(":(exclude,top,literal){path}")).collect();
-        let mut changed = Vec::new();
-        for index in [None, Some("--cached")] {
-            let mut arguments = vec!["diff", "--name-only", "-z", "--no-ext-diff", "--no-renames"];
-            arguments.extend(index);
-            arguments.extend([commit, "--", ":(top)"]);
-            arguments.extend(excluded.iter().map(String::as_str));
-            let found = self.run(&arguments)?;
-            changed.extend(found.split('\0').filter(|path| !path.is_empty()).map(str::to_owned));
-        }
+        let mut changed = self.diff_names(&[commit], but)?;
+        changed.extend(self.diff_names(&["--cached", commit], but)?);
+        changed.extend(self.changed_between(commit, "HEAD", but)?);
         changed.sort();
         changed.dedup();
         Ok(changed)
+    }
+
+    /// Files that differ between two commits, without those of `but`.
+    pub fn changed_between(&self, from: &str, to: &str, but: &[&str]) -> Result<Vec<String>> {
+        self.diff_names(&[from, to], but)
+    }
+
+    fn diff_names(&self, sides: &[&str], but: &[&str]) -> Result<Vec<String>> {
+        let excluded: Vec<String> = but.iter().map(|path| format!(":(exclude,top,literal){path}")).collect();
+        let mut arguments = vec!["diff", "--name-only", "-z", "--no-ext-diff", "--no-renames"];
+        arguments.extend(sides);
+        arguments.extend(["--", ":(top)"]);
+        arguments.extend(excluded.iter().map(String::as_str));
+        let found = self.run(&arguments)?;
+        Ok(found.split('\0').filter(|path| !path.is_empty()).map(str::to_owned).collect())
     }
 
     /// Tracked files whose changes git was told not to see (`assume-unchanged`, `skip-worktree`).
@@ -298,6 +306,12 @@ pub(crate) mod tests {
         assert_eq!(changed(), ["a name", "src/eval.rs", "untracked"]);
         repository.run(&["update-index", "--assume-unchanged", "b"]).unwrap();
         assert_eq!(repository.hidden_files().unwrap(), ["b"]);
+        // Committed, and put back in the work tree and the index.
+        repository.run(&["reset", "--quiet", &head, "--", "."]).unwrap();
+        write("src/eval.rs", "edited");
+        repository.run(&["commit", "--quiet", "--message", "sneaky", "--", "src/eval.rs"]).unwrap();
+        repository.run(&["restore", "--staged", "--worktree", "--source", &head, "src/eval.rs"]).unwrap();
+        assert_eq!(changed(), ["a name", "src/eval.rs"]);
     }
 
     #[test]

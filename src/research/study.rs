@@ -177,13 +177,22 @@ impl Study {
     pub fn require_within_bounds(&self) -> Result<()> {
         let start = self.start()?;
         let changed = self.repository.changed_files(&start, &EDITABLE)?;
-        ensure!(
-            changed.is_empty(),
-            "expected changes in {} alone, found others: {}; hint: `git restore --source={} --staged --worktree FILE` takes one back",
-            EDITABLE.join(" and "),
-            shortened(&changed),
-            short(&start)
-        );
+        if let Some(first) = changed.first() {
+            let restore = format!("`git restore --source={} --staged --worktree {first}` takes it back", short(&start));
+            let hint = if self.repository.changed_between(&start, "HEAD", &EDITABLE)?.is_empty() {
+                restore
+            } else {
+                format!(
+                    "`git reset --soft {}` takes commits back and leaves the edits, then {restore}",
+                    short(&self.kept()?)
+                )
+            };
+            bail!(
+                "expected changes in {} alone, found others: {}; hint: {hint}",
+                EDITABLE.join(" and "),
+                shortened(&changed)
+            );
+        }
         let hidden = self.repository.hidden_files()?;
         ensure!(
             hidden.is_empty(),
