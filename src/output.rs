@@ -1,12 +1,19 @@
 //! Standard output: whoever reads it may go away (`| head -1`) without ending what is being done.
 
 use std::fmt::Display;
-use std::io::{ErrorKind, Write, stdout};
+use std::io::{ErrorKind, IsTerminal, Write, stderr, stdout};
 use std::sync::Once;
 
 /// Prints a line.
 pub fn say(line: impl Display) {
     write(format_args!("{line}\n"));
+}
+
+/// Tells whoever sits before a terminal what is being done; others get the outcome alone.
+pub fn tell(line: impl Display) {
+    if stderr().is_terminal() {
+        writeln!(stderr(), "{line}").ok();
+    }
 }
 
 /// Prints `text` at once, without an end of line.

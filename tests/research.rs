@@ -226,7 +226,7 @@ fn a_loop_with_an_agent_that_does_everything_wrong_keeps_the_one_gain() {
     assert_eq!(rounds.lines().count(), 10, "{rounds}");
 
     // A new loop may begin; the ledger as a table; a comparison.
-    assert!(!study.path(".git/autoresearch/loop/loop.json").exists());
+    assert!(!study.path(".git/autoresearch/branches/loop/loop.json").exists());
     let log = study.ok(&["log", "--best"]).stdout;
     assert!(log.lines().nth(1).unwrap().starts_with("loop-001"), "{log}");
     let comparison = study.ok(&["compare", "0", "loop-001", "--json"]).stdout;
@@ -340,7 +340,7 @@ fn an_experiment_that_is_killed_anywhere_is_finished_once() {
 
     // While it builds.
     let journal = |text: &str| {
-        fs::read_to_string(study.path(".git/autoresearch/kill/journal.json"))
+        fs::read_to_string(study.path(".git/autoresearch/branches/kill/journal.json"))
             .is_ok_and(|journal| journal.contains(text))
     };
     study.kill_when(study.begin(3), "the build", || {
@@ -364,10 +364,13 @@ fn an_experiment_that_is_killed_anywhere_is_finished_once() {
     assert!(Command::new("mkfifo").arg(&ledger).status().unwrap().success());
     study.kill_when(child, "the evaluation's end", || study.phase("runs/kill-006") == "done");
     fs::rename(study.path("../saved"), &ledger).unwrap();
-    let weights = study.path("runs/kill-006/model.safetensors");
-    let written = fs::metadata(&weights).unwrap().modified().unwrap();
+    let metrics = study.path("runs/kill-006/metrics.jsonl");
+    let written = fs::metadata(&metrics).unwrap().modified().unwrap();
     study.resume(6, &before);
-    assert_eq!(fs::metadata(&weights).unwrap().modified().unwrap(), written);
+    assert_eq!(fs::metadata(&metrics).unwrap().modified().unwrap(), written);
+    // What is not kept leaves no weights.
+    assert!(!study.path("runs/kill-006/model.safetensors").exists());
+    assert!(study.path("runs/kill-000/model.safetensors").exists());
 
     // After it is written, before the branch moves back; and after that, before the files are restored.
     for (number, state) in [(7, "prepared"), (8, "committed")] {
@@ -431,7 +434,9 @@ fn what_speaks_against_an_experiment_is_said_before_anything_is_done() {
     study.assert_refused(&["experiment", "-m", "x"], &["src/eval.rs"]);
     study.checkout.git(&["commit", "--quiet", "-m", "sneaky"]);
     study.assert_refused(&["experiment", "-m", "x"], &["src/eval.rs"]);
-    study.checkout.git(&["reset", "--quiet", "--keep", "HEAD^"]);
+    study.checkout.git(&["restore", "--source=HEAD^", "--staged", "--worktree", "src/eval.rs"]);
+    study.assert_refused(&["experiment", "-m", "x"], &["src/eval.rs", "git reset --soft"]);
+    study.checkout.git(&["reset", "--quiet", "--soft", "HEAD^"]);
     study.checkout.git(&["update-index", "--assume-unchanged", "src/eval.rs"]);
     study.edit("src/eval.rs", "//!", "//! changed");
     study.assert_refused(&["experiment", "-m", "x"], &["src/eval.rs", "--no-assume-unchanged"]);
@@ -442,14 +447,31 @@ fn what_speaks_against_an_experiment_is_said_before_anything_is_done() {
     study.assert_refused(&["experiment", "-m", "x"], &["src/model.rs:", "std::time"]);
     study.edit("src/model.rs", "\nuse std::time::Instant as _;", "");
 
+    // A link, whose target is in no commit.
+    let model = study.path("src/model.rs");
+    fs::rename(&model, study.path("../elsewhere.rs")).unwrap();
+    std::os::unix::fs::symlink("../../elsewhere.rs", &model).unwrap();
+    study.assert_refused(&["experiment", "-m", "x"], &["src/model.rs", "expected a file"]);
+    fs::rename(study.path("../elsewhere.rs"), &model).unwrap();
+
     // A hook that refuses leaves the edit; one that hangs on is not waited for twice.
     study.hook("pre-commit", "echo not today >&2; exit 1");
     study.assert_refused(&["experiment", "-m", "x"], &["not today"]);
     // One that changes what is measured.
     study.hook("pre-commit", "echo '// formatted' >> src/model.rs");
+    let kept = study.checkout.git(&["rev-parse", "refs/autoresearch/refuse/kept"]);
     let refused = study.run(&["experiment", "-m", "x"]);
     assert!(refused.stderr.contains("a hook of this repository"), "{refused:?}");
-    assert_eq!(study.head(), study.checkout.git(&["rev-parse", "refs/autoresearch/refuse/kept"]));
+    assert_eq!(study.head(), kept);
+    // One that commits more.
+    study.hook("pre-commit", "echo '// more' >> src/eval.rs; git add src/eval.rs");
+    let refused = study.run(&["experiment", "-m", "x"]);
+    assert!(
+        refused.stderr.contains("src/eval.rs: expected the commit to have the edit and nothing else"),
+        "{refused:?}"
+    );
+    assert_eq!(study.head(), kept);
+    study.checkout.git(&["restore", "--staged", "--worktree", "src/eval.rs"]);
     study.hook("pre-commit", "wait_for_test");
     fs::remove_file(study.path("../waits")).ok();
 
@@ -458,10 +480,25 @@ fn what_speaks_against_an_experiment_is_said_before_anything_is_done() {
     wait_for(&mut child, "the commit", || study.path("../waits").exists());
     let second = study.run(&["experiment", "-m", "second"]);
     assert!(second.stderr.contains("taken by process"), "{second:?}");
-    assert!(study.ok(&["status"]).stdout.contains("unfinished:  refuse-001"));
+    assert!(study.ok(&["status"]).stdout.contains("running:     refuse-001"));
     study.let_hook_go();
     assert!(child.wait().unwrap().success());
     assert_eq!(study.rows()[1], ("keep".to_owned(), "first".to_owned()));
+
+    // Decisions go by git's folder: what cleans the work tree takes nothing from them.
+    fs::remove_file(study.path(".git/hooks/pre-commit")).unwrap();
+    fs::remove_file(study.path("results.jsonl")).unwrap();
+    fs::remove_file(study.path("results.tsv")).unwrap();
+    fs::remove_dir_all(study.path("runs")).unwrap();
+    study.edit("src/model.rs", LOSS.0, LOSS.1);
+    let worse = study.ok(&["experiment", "-m", "-5 % and worse"]).stdout;
+    assert!(worse.starts_with("experiment refuse-002: discard (not better)\n"), "{worse}");
+    assert_eq!(study.rows(), [("discard".to_owned(), "-5 % and worse".to_owned())]);
+    study.checkout.git(&["switch", "--quiet", "main"]);
+    study.checkout.git(&["branch", "--quiet", "-D", "autoresearch/refuse"]);
+    study.assert_refused(&["start", "refuse", "--config", "configs/ci.toml"], &["never used"]);
+    fs::write(study.path("autoresearch"), "the user's own").unwrap();
+    study.assert_refused(&["start", "other", "--config", "configs/ci.toml"], &["autoresearch: expected a free place"]);
 }
 
 #[test]

@@ -5,16 +5,19 @@ use crate::data::prepared::{Prepared, cache_folder};
 use crate::output::say;
 use crate::research::agent_loop::{self, Plan, unix_time};
 use crate::research::compare::compare;
-use crate::research::experiment::{Experiment, Finished};
+use crate::research::experiment::{Experiment, Finished, Options};
+use crate::research::git::Repository;
 use crate::research::interruption::on_signals;
-use crate::research::noise;
+use crate::research::ledger::Ledger;
+use crate::research::noise::{self, Spread};
 use crate::research::overview::{Order, Overview, Table, sorted};
 
 use crate::research::start::start;
-use crate::research::study::{Settings, Study};
+use crate::research::study::{Settings, Study, own_folder};
 use crate::research::undo::undo;
+use crate::research::worktree;
 use crate::tokenizer::hexadecimal;
-use anyhow::{Result, bail, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use clap::Args;
 use serde::Serialize;
 use sha2::{Digest, Sha256};
@@ -34,12 +37,15 @@ pub struct StartArgs {
     /// Configuration of all experiments [default: configs/cpu.toml on a CPU, configs/halo.toml on a GPU].
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
-    /// Train for this many steps instead of a time: results do not depend on how busy the machine is.
+    /// Train for this many steps instead of a time: for trying things out, since whatever makes a step larger then wins.
     #[arg(long, value_name = "N")]
     steps: Option<usize>,
-    /// Folder for the experiments' folders.
-    #[arg(long, value_name = "DIR", default_value = "runs")]
-    runs_dir: PathBuf,
+    /// Folder for the experiments' folders [default: runs in the project's folder].
+    #[arg(long, value_name = "DIR")]
+    runs_dir: Option<PathBuf>,
+    /// Keep the weights of runs that are not kept, too.
+    #[arg(long)]
+    keep_weights: bool,
     #[command(flatten)]
     conditions: ConditionArgs,
     #[command(flatten)]
@@ -58,8 +64,11 @@ pub struct OutputArgs {
 #[derive(Debug, Args)]
 pub struct ExperimentArgs {
     /// What the edit tries, in a sentence.
-    #[arg(short, long, value_name = "TEXT", required_unless_present = "resume")]
+    #[arg(short, long, value_name = "TEXT", required_unless_present = "resume", allow_hyphen_values = true)]
     message: Option<String>,
+    /// The edit makes the code simpler: keep it unless it is worse by more than chance explains.
+    #[arg(long, conflicts_with = "resume")]
+    simpler: bool,
     /// Go on with the experiment that was interrupted.
     #[arg(long, conflicts_with = "message")]
     resume: bool,
@@ -71,9 +80,9 @@ pub struct ExperimentArgs {
 
 #[derive(Debug, Args)]
 pub struct ConfirmArgs {
-    /// Before keeping a gain that chance may explain, train both sides with N new seeds.
-    #[arg(long, value_name = "N", num_args = 0..=1, default_value_t = 0, default_missing_value = "2")]
-    confirm: usize,
+    /// Before keeping a gain that chance may explain, train both sides with N new seeds; 2 without a number.
+    #[arg(long, value_name = "N", num_args = 0..=1, default_missing_value = "2")]
+    confirm: Option<usize>,
 }
 
 #[derive(Debug, Args)]
@@ -133,14 +142,20 @@ pub struct LoopArgs {
     /// Minutes that the agent may take for one edit.
     #[arg(long, value_name = "MINUTES", default_value_t = 30.0)]
     agent_limit: f64,
-    /// End after this many rounds in turn that led to no experiment.
-    #[arg(long, value_name = "N", default_value_t = 20)]
-    most_idle: usize,
+    /// End after this many rounds in turn that led to no experiment [default: 20, if there is no time at which it ends].
+    #[arg(long, value_name = "N")]
+    most_idle: Option<usize>,
     /// Go on with the loop that was stopped.
     #[arg(long, conflicts_with_all = ["agent", "hours", "experiments"])]
     resume: bool,
     #[command(flatten)]
     confirm: ConfirmArgs,
+}
+
+impl ConfirmArgs {
+    fn options(&self, simpler: bool) -> Options {
+        Options { confirm: self.confirm.unwrap_or_default(), simpler }
+    }
 }
 
 impl OutputArgs {
@@ -164,7 +179,7 @@ fn here() -> Result<Study> {
 }
 
 pub fn start_branch(args: &StartArgs) -> Result<()> {
-    let settings = settings(args)?;
+    let settings = settings(args, Repository::open(Path::new("."))?.root())?;
     let interruption = on_signals()?;
     let finished = start(Path::new("."), &args.tag, settings, &interruption)?;
     args.output.show_finished(&finished)?;
@@ -180,7 +195,7 @@ pub fn start_branch(args: &StartArgs) -> Result<()> {
 }
 
 /// What all experiments of the branch will share.
-fn settings(args: &StartArgs) -> Result<Settings> {
+fn settings(args: &StartArgs, root: &Path) -> Result<Settings> {
     let (mut config, name) = configuration(args.config.as_deref(), args.conditions.device.as_deref())?;
     args.conditions.apply(&mut config);
     config.validate(&format!("{name} with the flags given"))?;
@@ -202,9 +217,9 @@ fn settings(args: &StartArgs) -> Result<Settings> {
     if let Some(steps) = args.steps {
         train_arguments.extend(["--steps".to_owned(), steps.to_string()]);
     }
-    if let Some(folder) = &args.cache.cache_dir {
-        train_arguments.extend(["--cache-dir".to_owned(), absolute(folder)?]);
-    }
+    // As it is now, whatever the environment says later.
+    let cache = cache_folder(args.cache.cache_dir.as_deref())?;
+    train_arguments.extend(["--cache-dir".to_owned(), absolute(&cache)?]);
     train_arguments.extend(args.conditions.arguments()?);
     Ok(Settings {
         train_arguments,
@@ -212,9 +227,14 @@ fn settings(args: &StartArgs) -> Result<Settings> {
         config_sha256: hexadecimal(&Sha256::digest(serde_json::to_vec(&(&config, args.steps))?)),
         device: config.device,
         seed: config.seed,
-        runs_dir: std::path::absolute(&args.runs_dir)?,
-        locks_dir: cache_folder(args.cache.cache_dir.as_deref())?.join("locks"),
+        runs_dir: match &args.runs_dir {
+            Some(folder) => std::path::absolute(folder)?,
+            None => root.join("runs"),
+        },
+        locks_dir: std::path::absolute(cache)?.join("locks"),
         limit_seconds: usual + KILL_GRACE_SECONDS,
+        keep_weights: args.keep_weights,
+        cargo_settings_sha256: worktree::Settings::of(root)?.sha256(),
     })
 }
 
@@ -230,7 +250,12 @@ pub fn experiment(args: &ExperimentArgs) -> Result<()> {
         };
         experiment
     } else {
-        Experiment::begin(&study, &interruption, args.message.as_deref().unwrap_or_default(), args.confirm.confirm)?
+        Experiment::begin(
+            &study,
+            &interruption,
+            args.message.as_deref().unwrap_or_default(),
+            args.confirm.options(args.simpler),
+        )?
     };
     args.output.show_finished(&experiment.finish()?)
 }
@@ -239,7 +264,7 @@ pub fn retry(args: &RetryArgs) -> Result<()> {
     let study = here()?;
     let interruption = on_signals()?;
     let _locks = study.lock("retry")?;
-    let experiment = Experiment::retry(&study, &interruption, args.number, args.confirm.confirm)?;
+    let experiment = Experiment::retry(&study, &interruption, args.number, args.confirm.options(false))?;
     args.output.show_finished(&experiment.finish()?)
 }
 
@@ -257,8 +282,13 @@ pub fn status(args: &OutputArgs) -> Result<()> {
 }
 
 pub fn log(args: &LogArgs) -> Result<()> {
-    let study = here()?;
-    let records = if args.all { study.ledger.all_records()? } else { study.ledger.records(&study.tag)? };
+    let records = if args.all {
+        let repository = Repository::open(Path::new("."))?;
+        Ledger::new(&own_folder(&repository), repository.root()).all_records()?
+    } else {
+        let study = here()?;
+        study.ledger.records(&study.tag)?
+    };
     let records = sorted(records, if args.best { Order::Best } else { Order::Time }, args.number);
     args.output.show(&records, Table(&records))
 }
@@ -278,7 +308,8 @@ pub fn measure_noise(args: &NoiseArgs) -> Result<()> {
             say(format_args!("seed {:<6} val_bpb {:.6}", run.seed, run.val_bpb));
         }
     })?;
-    args.output.show(&noise, &noise)
+    let spread = Spread::of(&noise).context("at least two runs have a spread")?;
+    args.output.show(&spread, &spread)
 }
 
 pub fn run_loop(args: &LoopArgs) -> Result<()> {
@@ -305,14 +336,14 @@ fn new_plan(study: &Study, agent: String, args: &LoopArgs) -> Result<Plan> {
             value.unwrap_or_default()
         );
     }
-    ensure!(args.most_idle > 0, "--most-idle: expected at least 1, found 0; hint: leave it out");
+    ensure!(args.most_idle != Some(0), "--most-idle: expected at least 1, found 0; hint: leave it out");
     Ok(Plan {
         agent,
         until: hours.map(|hours| unix_time() + (hours * 3600.0) as u64),
         experiments: args.experiments,
         agent_limit_seconds: args.agent_limit * 60.0,
-        most_idle: args.most_idle,
-        confirm: args.confirm.confirm,
+        most_idle: args.most_idle.or(if hours.is_none() { Some(20) } else { None }),
+        options: args.confirm.options(false),
         first: study.next_number()?,
         rounds: 0,
         agent_process: None,

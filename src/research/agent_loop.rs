@@ -1,8 +1,9 @@
 //! The loop for any agent that a command line starts: prompt, edit, experiment, again; whatever the agent does, it goes on.
 
-use crate::output::say;
+use crate::output::{say, tell};
 use crate::research::decision::Status;
-use crate::research::experiment::{Experiment, Finished};
+use crate::research::excerpt::{first_lines, read_end};
+use crate::research::experiment::{Experiment, Finished, Options};
 use crate::research::interruption::{Interrupted, pause};
 use crate::research::journal::Journal;
 use crate::research::ledger::{Record, one_line};
@@ -40,9 +41,9 @@ pub struct Plan {
     /// Longest that the agent may take for one edit, in seconds.
     pub agent_limit_seconds: f64,
     /// Ends after as many rounds in turn that led to no experiment.
-    pub most_idle: usize,
+    pub most_idle: Option<usize>,
     /// As for `experiment`.
-    pub confirm: usize,
+    pub options: Options,
     /// Number of its first experiment.
     pub first: u32,
     /// Rounds begun.
@@ -70,6 +71,11 @@ impl Plan {
     fn is_over(&self, done: usize) -> bool {
         self.experiments.is_some_and(|most| done >= most) || self.until.is_some_and(|until| unix_time() >= until)
     }
+}
+
+/// Whether a loop of the branch of `study` has not come to its end.
+pub fn has_plan(study: &Study) -> bool {
+    study.folder().join(FILE).exists()
 }
 
 /// Seconds since 1970.
@@ -129,15 +135,14 @@ pub fn run(study: &Study, interruption: &Interruption, mut plan: Plan) -> Result
         match &round {
             Round::Experiment(finished) => {
                 idle = 0;
-                say(line(&finished.record));
+                say(format_args!("{} {}", time(), line(&finished.record)));
             }
             Round::Idle(why) => {
                 idle += 1;
-                say(format_args!("round {}: no experiment: {}", plan.rounds, one_line(why)));
+                say(format_args!("{} round {}: no experiment: {}", time(), plan.rounds, one_line(why)));
                 ensure!(
-                    idle < plan.most_idle,
-                    "loop: expected an experiment at least every {} rounds, found none; hint: the agent's words are in {}, `loop --resume` goes on",
-                    plan.most_idle,
+                    plan.most_idle.is_none_or(|most| idle < most),
+                    "loop: expected an experiment within {idle} rounds, found none; hint: the agent's words are in {}, `loop --resume` goes on",
                     agent_logs(study).display()
                 );
                 if !plan.is_over(done(study, &plan)?) {
@@ -152,8 +157,14 @@ pub fn run(study: &Study, interruption: &Interruption, mut plan: Plan) -> Result
     }
     fs::remove_file(study.folder().join(FILE))
         .context("the loop's file cannot be removed; hint: check git's folder")?;
-    say(format_args!("---\n{}", Overview::of(study)?));
+    say(format_args!("---\nended after {} rounds with {} experiments", plan.rounds, done(study, &plan)?));
+    say(Overview::of(study)?);
     Ok(())
+}
+
+/// The time of day.
+fn time() -> String {
+    chrono::Local::now().format("%H:%M:%S").to_string()
 }
 
 /// Experiments of this loop that are in the ledger.
@@ -183,6 +194,7 @@ fn next_round(study: &Study, interruption: &Interruption, plan: &mut Plan, last:
         grace: AGENT_GRACE,
         interruption: interruption.clone(),
     };
+    tell(format_args!("round {}: the agent edits: {}", plan.rounds, log.display()));
     let ended = process::run(command, Input::Bytes(prompt.into_bytes()), &log, &supervision, |agent| {
         plan.agent_process = Some(*agent);
         plan.write(study)
@@ -195,9 +207,8 @@ fn next_round(study: &Study, interruption: &Interruption, plan: &mut Plan, last:
     if let Some(why) = unusable(&ended) {
         return Ok(Round::Idle(format!("the agent {why}; see {}", log.display())));
     }
-    let text = String::from_utf8_lossy(&fs::read(&log).unwrap_or_default()).into_owned();
-    let description = description(&text).unwrap_or_else(|| format!("round {}", plan.rounds));
-    match Experiment::begin(study, interruption, &description, plan.confirm) {
+    let description = description(&read_end(&log)).unwrap_or_else(|| format!("round {}", plan.rounds));
+    match Experiment::begin(study, interruption, &description, plan.options) {
         Ok(experiment) => Ok(Round::Experiment(Box::new(experiment.finish()?))),
         Err(refusal) => Ok(Round::Idle(format!("{refusal:#}"))),
     }
@@ -265,8 +276,21 @@ fn prompt(study: &Study, last: Option<&Round>) -> Result<String> {
          the contract; here its loop is run for you. Make ONE change to src/model.rs or src/optim.rs, nothing else, and end. Do\n\
          not commit, train or run an experiment: that is done when you end, and the outcome comes with the next prompt. End your\n\
          answer with one line that says what the change tries:\n{MARK} <one sentence>\n\n# State\n{}\n",
-        Overview::of(study)?
+        Overview::of(study)?.state()
     );
+    let left = study.repository.difference(&study.kept()?)?;
+    if !left.trim().is_empty() {
+        // Of a round that led to no experiment, or a user's.
+        write!(
+            text,
+            "\n# The files already differ from the kept commit\nWhat is in src/model.rs and src/optim.rs will be measured with your \
+             change, unless you take it back; anything else must be as it was.\n{}\n",
+            first_lines(&left)
+        )?;
+    }
+    if let Err(problem) = study.require_within_bounds() {
+        write!(text, "\n# Mend this first\n{problem:#}\n")?;
+    }
     write!(text, "\n# Best\n{}\n", Table(&sorted(records.clone(), Order::Best, Some(5))))?;
     write!(text, "\n# Latest\n{}\n", Table(&sorted(records, Order::Time, Some(15))))?;
     match last {
@@ -298,8 +322,8 @@ mod tests {
             until,
             experiments,
             agent_limit_seconds: 1.0,
-            most_idle: 1,
-            confirm: 0,
+            most_idle: None,
+            options: Options::default(),
             first: 1,
             rounds: 0,
             agent_process: None,

@@ -42,6 +42,8 @@ pub enum Verdict {
     Confirmed,
     /// Better at first, not on new seeds.
     Unconfirmed,
+    /// Not better than the best, but no worse than chance explains, and simpler.
+    Simpler,
     /// Not better than the best.
     Worse,
     /// Measured otherwise than the best; what differs.
@@ -64,7 +66,7 @@ impl Verdict {
     /// What it leads to.
     pub fn status(&self) -> Status {
         match self {
-            Self::Baseline | Self::Gain | Self::Marginal | Self::Confirmed => Status::Keep,
+            Self::Baseline | Self::Gain | Self::Marginal | Self::Confirmed | Self::Simpler => Status::Keep,
             Self::Unconfirmed | Self::Worse | Self::Incomparable(_) => Status::Discard,
             Self::Crash => Status::Crash,
         }
@@ -79,6 +81,7 @@ impl fmt::Display for Verdict {
             Self::Marginal => f.write_str("marginal gain"),
             Self::Confirmed => f.write_str("gain, confirmed on new seeds"),
             Self::Unconfirmed => f.write_str("not better on new seeds"),
+            Self::Simpler => f.write_str("simpler, and no worse than chance explains"),
             Self::Worse => f.write_str("not better"),
             Self::Incomparable(differences) => {
                 write!(f, "measured otherwise than the best: {}", differences.join(", "))

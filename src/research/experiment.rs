@@ -10,14 +10,17 @@ use crate::research::process::{Interruption, ProcessId, kill_leftover};
 use crate::research::study::{EDITABLE, Study, short};
 use crate::research::training::{self, Run};
 use crate::research::worktree::{self, Built};
-use crate::run::Summary;
+use crate::run::{self, Summary};
 use anyhow::{Context, Result, anyhow, bail, ensure};
+use serde::{Deserialize, Serialize};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 /// Free space that a run needs where none has been made yet: weights, log and metrics of a small model.
 const SMALLEST_SPACE: u64 = 32 << 20;
+/// Folder in a run's for runs with other seeds.
+const CONFIRMATIONS: &str = "confirm";
 
 /// An experiment in the making.
 pub struct Experiment<'a> {
@@ -25,6 +28,15 @@ pub struct Experiment<'a> {
     interruption: &'a Interruption,
     journal: Journal,
     begun: Instant,
+}
+
+/// What the user asks of an experiment.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Options {
+    /// Pairs of runs with new seeds for a gain that chance may explain.
+    pub confirm: usize,
+    /// Kept also where it is worse by no more than chance explains.
+    pub simpler: bool,
 }
 
 /// An experiment that is over.
@@ -40,13 +52,19 @@ impl<'a> Experiment<'a> {
     ///
     /// # Errors
     /// If anything speaks against it: nothing is changed then.
-    pub fn begin(study: &'a Study, interruption: &'a Interruption, description: &str, confirm: usize) -> Result<Self> {
+    pub fn begin(
+        study: &'a Study,
+        interruption: &'a Interruption,
+        description: &str,
+        options: Options,
+    ) -> Result<Self> {
         let description = one_line(description);
         ensure!(
             !description.is_empty(),
             "--message: expected what the experiment tries, found nothing; hint: -m \"…\""
         );
         study.require_finished()?;
+        study.require_no_merge()?;
         study.require_within_bounds()?;
         let (parent, head) = (study.kept()?, study.repository.require_commit("HEAD")?);
         ensure!(
@@ -62,7 +80,7 @@ impl<'a> Experiment<'a> {
             EDITABLE.join(" and "),
             short(&parent)
         );
-        Self::new(study, interruption, Kind::Edit, description, parent, head, confirm)
+        Self::new(study, interruption, Kind::Edit, description, parent, head, options)
     }
 
     /// Begins the baseline of a branch that has just been made.
@@ -73,7 +91,7 @@ impl<'a> Experiment<'a> {
         study.require_finished()?;
         study.require_within_bounds()?;
         let start = study.start()?;
-        Self::new(study, interruption, Kind::Baseline, "baseline".to_owned(), start.clone(), start, 0)
+        Self::new(study, interruption, Kind::Baseline, "baseline".to_owned(), start.clone(), start, Options::default())
     }
 
     /// Begins to measure the commit of the experiment `number` again.
@@ -84,9 +102,10 @@ impl<'a> Experiment<'a> {
         study: &'a Study,
         interruption: &'a Interruption,
         number: Option<u32>,
-        confirm: usize,
+        options: Options,
     ) -> Result<Self> {
         study.require_finished()?;
+        study.require_no_merge()?;
         study.require_within_bounds()?;
         let kept = study.require_no_edit()?;
         let records = study.ledger.records(&study.tag)?;
@@ -99,19 +118,25 @@ impl<'a> Experiment<'a> {
             "retry: expected an experiment that was not kept, found {}, which the branch has; hint: `noise` measures the kept commit again",
             record.id()
         );
-        let is_start = record.commit == kept;
         ensure!(
-            is_start || record.parent == kept,
-            "retry: expected an edit of the kept commit {}, found {}, one of {}; hint: `git cherry-pick --no-commit {}` brings the edit here, then `experiment`",
-            short(&kept),
+            record.crash.as_ref().is_none_or(|crash| crash.kind != CrashKind::Build),
+            "retry: expected an experiment that compiles, found {}, which does not; hint: `git cherry-pick --no-commit {}` brings the edit back to be mended",
+            record.id(),
+            short(&record.commit)
+        );
+        let is_start = record.commit == kept && study.start()? == kept;
+        ensure!(
+            is_start || record.parent == kept && record.commit != kept,
+            "retry: the branch has moved on since {}, which was an edit of {} and not of {}; hint: `git cherry-pick --no-commit {}` brings the edit here, then `experiment`",
             record.id(),
             short(&record.parent),
+            short(&kept),
             short(&record.commit)
         );
         let original = record.description.trim_start_matches("retry: ").to_owned();
         let kind = if is_start { Kind::Baseline } else { Kind::Retry };
         let mut experiment =
-            Self::new(study, interruption, kind, format!("retry: {original}"), kept.clone(), kept, confirm)?;
+            Self::new(study, interruption, kind, format!("retry: {original}"), kept.clone(), kept, options)?;
         experiment.journal.commit = Some(record.commit.clone());
         experiment.write_journal()?;
         Ok(experiment)
@@ -136,9 +161,17 @@ impl<'a> Experiment<'a> {
         description: String,
         parent: String,
         head_before: String,
-        confirm: usize,
+        options: Options,
     ) -> Result<Self> {
         require_space(study)?;
+        let records = study.ledger.records(&study.tag)?;
+        ensure!(
+            records.iter().all(|record| record.status != Status::Keep) || study.best()?.is_some(),
+            "{}: expected the kept commit {} among the experiments, found it in none; hint: `git update-ref {} COMMIT` points to the one that was kept last, see `log`",
+            study.branch(),
+            short(&parent),
+            study.reference("kept")
+        );
         let journal = Journal {
             number: study.next_number()?,
             kind,
@@ -146,11 +179,12 @@ impl<'a> Experiment<'a> {
             parent,
             head_before,
             commit: None,
-            confirm,
+            options,
             phase: Phase::Commit,
             child: None,
         };
         let experiment = Self { study, interruption, journal, begun: Instant::now() };
+        put_aside(&experiment.run_dir())?;
         experiment.write_journal()?;
         Ok(experiment)
     }
@@ -251,7 +285,8 @@ impl<'a> Experiment<'a> {
         let repository = &self.study.repository;
         Ok(self.journal.kind == Kind::Edit
             && head != self.journal.head_before
-            && repository.commit(&format!("{head}^"))?.as_deref() == Some(&self.journal.head_before))
+            && repository.commit(&format!("{head}^"))?.as_deref() == Some(&self.journal.head_before)
+            && repository.subject(head)? == self.journal.description)
     }
 
     fn commit(&self) -> Result<String> {
@@ -278,21 +313,17 @@ impl<'a> Experiment<'a> {
                 edited => repository.commit_files(&edited, &journal.description)?,
             },
         };
-        if journal.kind == Kind::Edit {
-            let edited = self.study.edited_since(&commit)?;
-            if !edited.is_empty() {
-                repository.set_reference(
-                    &self.study.branch_reference(),
-                    &journal.head_before,
-                    Some(&commit),
-                    "autoresearch: taken back",
-                )?;
+        let foreign = repository.changed_between(&self.study.start()?, &commit, &EDITABLE)?;
+        let edited = if journal.kind == Kind::Edit { self.study.edited_since(&commit)? } else { Vec::new() };
+        if let Some(name) = foreign.first().map(String::as_str).or(edited.first().copied()) {
+            if commit != journal.head_before {
+                let (branch, why) = (self.study.branch_reference(), "autoresearch: taken back");
+                repository.set_reference(&branch, &journal.head_before, Some(&commit), why)?;
                 repository.unstage(&journal.head_before, &EDITABLE)?;
-                bail!(
-                    "{}: expected the commit to have what the work tree has, found a difference; hint: a hook of this repository may change files, or an editor is at work: look at it and try again",
-                    edited.join(", ")
-                );
             }
+            bail!(
+                "{name}: expected the commit to have the edit and nothing else, found a difference; hint: a hook of this repository may change files, or an editor is at work: look at it and try again"
+            );
         }
         repository.set_reference(&self.number_reference(), &commit, None, &journal.description)?;
         Ok(commit)
@@ -315,7 +346,7 @@ impl<'a> Experiment<'a> {
         let outcome = match &built.program {
             Ok(program) => {
                 if self.journal.kind == Kind::Baseline {
-                    leave_program(program, self.study.repository.root())?;
+                    self.study.leave_program(program)?;
                 }
                 match self.study.check_built() {
                     Ok(()) => self.train(Run { program, commit: &commit, folder: &run_dir, seed: None })?,
@@ -353,7 +384,9 @@ impl<'a> Experiment<'a> {
             seconds.training = summary.training_seconds;
             seconds.evaluation = summary.eval_seconds;
         }
-        seconds.total = self.begun.elapsed().as_secs_f64();
+        // Parts of it may have been done before a crash.
+        let parts = seconds.build + seconds.start_up + seconds.training + seconds.evaluation + seconds.confirmation;
+        seconds.total = self.begun.elapsed().as_secs_f64().max(parts);
         let of = |value: fn(&Summary) -> Option<f64>| summary.as_ref().and_then(value);
         Ok(Record {
             tag: self.study.tag.clone(),
@@ -401,24 +434,30 @@ impl<'a> Experiment<'a> {
                 return Ok((Verdict::Incomparable(differences), Vec::new()));
             }
         }
-        let verdict = Verdict::of(summary.val_bpb, best.and_then(|best| best.val_bpb), noise);
+        let best = best.and_then(|best| best.val_bpb);
+        let verdict = Verdict::of(summary.val_bpb, best, noise);
+        let Options { confirm, simpler } = self.journal.options;
+        let is_no_worse = best.is_some_and(|best| summary.val_bpb <= best + noise.unwrap_or_default());
+        if simpler && verdict == Verdict::Worse && is_no_worse {
+            return Ok((Verdict::Simpler, Vec::new()));
+        }
         // Without a measured spread every gain may be chance.
         let is_doubtful = verdict == Verdict::Marginal || (verdict == Verdict::Gain && noise.is_none());
-        if self.journal.confirm == 0 || !is_doubtful {
+        if confirm == 0 || !is_doubtful {
             return Ok((verdict, Vec::new()));
         }
-        let confirmations = self.confirm(commit)?;
-        let mean = |value: fn(&Confirmation) -> f64| confirmations.iter().map(value).sum::<f64>();
         // The first run of the commit was looked at because it was low: only the new ones are fair.
-        let is_better = !confirmations.is_empty() && mean(|run| run.val_bpb) < mean(|run| run.best);
+        let confirmations = self.confirm(commit)?;
+        let is_better = confirms(&confirmations, noise);
         Ok((if is_better { Verdict::Confirmed } else { Verdict::Unconfirmed }, confirmations))
     }
 
     /// Trains both sides with the same new seeds; nothing if one of the runs gave no number.
     fn confirm(&mut self, commit: &str) -> Result<Vec<Confirmation>> {
-        let folder = self.run_dir().join("confirm");
+        let folder = self.run_dir().join(CONFIRMATIONS);
         let parent = self.journal.parent.clone();
-        let seeds: Vec<u64> = (1..=self.journal.confirm as u64).map(|add| self.study.settings.seed + add).collect();
+        let seeds: Vec<u64> =
+            (1..=self.journal.options.confirm as u64).map(|add| self.study.settings.seed + add).collect();
         let mut sides: [Vec<f64>; 2] = Default::default();
         for (side, (name, commit)) in sides.iter_mut().zip([("edit", commit), ("best", &parent)]) {
             let built = self.build(commit, &self.run_dir().join("build.log"))?;
@@ -457,6 +496,9 @@ impl<'a> Experiment<'a> {
     fn settle(&self, record: &Record) -> Result<Vec<String>> {
         let (repository, branch) = (&self.study.repository, self.study.branch_reference());
         let mut notes = Vec::new();
+        if !self.study.settings.keep_weights {
+            remove_weights(record)?;
+        }
         if record.status == Status::Keep {
             repository.set_reference(&self.study.reference("kept"), &record.commit, None, &record.description)?;
             return Ok(notes);
@@ -488,11 +530,47 @@ impl<'a> Experiment<'a> {
                 repository.restore(&record.parent, &[name])?;
             } else {
                 repository.unstage(&record.parent, &[name])?;
-                notes.push(format!("{name} was edited meanwhile and is left as it is"));
+                notes.push(format!(
+                    "{name} was edited meanwhile and is left as it is, with this edit still in it (`git diff`)"
+                ));
             }
         }
         Ok(notes)
     }
+}
+
+/// Whether runs with the same new seeds say that the edit is better: on average by more than chance explains for as many of them;
+/// each time where that is not known.
+fn confirms(runs: &[Confirmation], noise: Option<f64>) -> bool {
+    let gains: Vec<f64> = runs.iter().map(|run| run.best - run.val_bpb).collect();
+    let count = gains.len() as f64;
+    match noise {
+        _ if gains.is_empty() => false,
+        Some(noise) => gains.iter().sum::<f64>() / count > noise / count.sqrt(),
+        None => gains.iter().all(|gain| *gain > 0.0),
+    }
+}
+
+/// Gives another name to a folder that an earlier experiment of the same name, or somebody else, has left.
+fn put_aside(run_dir: &Path) -> Result<()> {
+    if fs::symlink_metadata(run_dir).is_err() {
+        return Ok(());
+    }
+    let other = |count: usize| run_dir.with_extension(format!("old-{count}"));
+    let free = (1..).map(other).find(|path| !path.exists()).context("there is a free name")?;
+    fs::rename(run_dir, &free)
+        .map_err(|error| anyhow!("{}: cannot be renamed ({error}); hint: move it away", run_dir.display()))
+}
+
+/// Removes the weights of what is not kept, and those of confirmations: some hundred megabytes a run.
+fn remove_weights(record: &Record) -> Result<()> {
+    let mut folders: Vec<PathBuf> = Vec::new();
+    if record.status != Status::Keep {
+        folders.push(record.run_dir.clone());
+    }
+    let confirmations = fs::read_dir(record.run_dir.join(CONFIRMATIONS)).into_iter().flatten().flatten();
+    folders.extend(confirmations.map(|entry| entry.path()));
+    folders.iter().try_for_each(|folder| run::remove_weights(folder))
 }
 
 /// Refuses when the runs' folder has less room than a run takes.
@@ -530,15 +608,36 @@ fn folder_size(folder: &Path) -> u64 {
     entries.filter_map(|entry| entry.metadata().ok()).filter(|metadata| metadata.is_file()).map(|file| file.len()).sum()
 }
 
-/// Copies the program to where it does not follow the edits: with it the branch can be worked on whatever they are.
-fn leave_program(program: &Path, root: &Path) -> Result<()> {
-    let path = root.join(format!("autoresearch{}", std::env::consts::EXE_SUFFIX));
-    let copy = || -> std::io::Result<()> {
-        let temporary = tempfile::Builder::new().prefix(".autoresearch").tempfile_in(root)?.into_temp_path();
-        fs::copy(program, &temporary)?;
-        temporary.persist(&path).map_err(|failed| failed.error)
-    };
-    copy().map_err(|error| {
-        anyhow!("{}: cannot leave the program there ({error}); hint: is the folder writable?", path.display())
-    })
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn new_seeds_confirm_a_gain_that_chance_does_not_explain() {
+        let runs = |pairs: &[(f64, f64)]| {
+            let run = |&(val_bpb, best): &(f64, f64)| Confirmation { seed: 1, val_bpb, best };
+            pairs.iter().map(run).collect::<Vec<_>>()
+        };
+        // Of two pairs the mean must be above noise / √2.
+        assert!(confirms(&runs(&[(1.0, 1.1), (1.0, 1.05)]), Some(0.1)));
+        assert!(!confirms(&runs(&[(1.0, 1.1), (1.0, 1.04)]), Some(0.1)));
+        assert!(confirms(&runs(&[(1.0, 1.001), (1.0, 1.002)]), None));
+        assert!(!confirms(&runs(&[(1.0, 1.1), (1.0, 0.999)]), None));
+        assert!(!confirms(&[], None) && !confirms(&[], Some(0.0)));
+    }
+
+    #[test]
+    fn what_an_earlier_run_left_is_put_aside_and_kept() {
+        let folder = tempfile::tempdir().unwrap();
+        let run = folder.path().join("t1-001");
+        for content in ["first", "second"] {
+            put_aside(&run).unwrap();
+            fs::create_dir(&run).unwrap();
+            fs::write(run.join("summary.json"), content).unwrap();
+        }
+        put_aside(&run).unwrap();
+        let read = |name: &str| fs::read_to_string(folder.path().join(name).join("summary.json")).unwrap();
+        assert_eq!([read("t1-001.old-1"), read("t1-001.old-2")], ["first", "second"]);
+        assert!(!run.exists());
+    }
 }

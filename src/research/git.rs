@@ -112,7 +112,11 @@ impl Repository {
 
     /// Whether the file at `path` is in the work tree as it is in `commit`.
     pub fn is_as_in(&self, commit: &str, path: &str) -> Result<bool> {
-        Ok(self.output(&["diff", "--quiet", "--no-ext-diff", commit, "--", path])?.status.success())
+        let output = self.output(&["diff", "--quiet", "--no-ext-diff", commit, "--", path])?;
+        match output.status.code() {
+            Some(1) => Ok(false),
+            _ => check(&output, "git diff").map(|_| true),
+        }
     }
 
     /// Commits what the work tree has of `paths`, nothing else, with the user's hooks; gives the commit.
@@ -176,9 +180,24 @@ impl Repository {
         self.run(&["switch", "--quiet", "--create", name]).map(drop)
     }
 
+    /// How the work tree differs from `commit`, as a patch.
+    pub fn difference(&self, commit: &str) -> Result<String> {
+        self.run(&["diff", "--no-ext-diff", "--no-textconv", "--no-color", commit])
+    }
+
     /// What turns `from` into `to`, as `git apply` takes it.
     pub fn patch(&self, from: &str, to: &str) -> Result<String> {
-        self.run(&["diff", "--no-ext-diff", "--no-textconv", "--no-color", "--binary", from, to])
+        self.run(&[
+            "diff",
+            "--no-ext-diff",
+            "--no-textconv",
+            "--no-color",
+            "--binary",
+            "--src-prefix=a/",
+            "--dst-prefix=b/",
+            from,
+            to,
+        ])
     }
 
     /// First line of the message of `commit`.
@@ -189,7 +208,17 @@ impl Repository {
     /// Makes `folder` a work tree of its own with the files of `commit`, whatever it held; hooks are not run.
     pub fn checkout(&self, folder: &Path, commit: &str) -> Result<()> {
         let no_hooks = "core.hooksPath=/dev/null";
-        if !folder.join(".git").exists() {
+        let mut probe = command(folder);
+        let is_usable = folder.join(".git").exists()
+            && probe.args(["rev-parse", "--verify", "HEAD"]).output().is_ok_and(|output| output.status.success());
+        if !is_usable {
+            // The repository was moved, or git was killed while it made the folder.
+            if folder.exists() {
+                std::fs::remove_dir_all(folder).map_err(|error| {
+                    anyhow!("{}: cannot be removed ({error}); hint: git's folder must be writable", folder.display())
+                })?;
+            }
+            self.run(&["worktree", "prune"])?;
             let add = ["-c", no_hooks, "worktree", "add", "--quiet", "--force", "--force", "--detach"];
             let mut arguments: Vec<&OsStr> = add.iter().map(OsStr::new).collect();
             arguments.extend([folder.as_os_str(), OsStr::new(commit)]);

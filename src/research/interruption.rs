@@ -12,6 +12,16 @@ use std::time::{Duration, Instant};
 )]
 pub struct Interrupted;
 
+#[cfg(unix)]
+unsafe extern "C" {
+    /// Sets what a signal does (C standard library).
+    fn signal(number: i32, action: usize) -> usize;
+}
+
+/// SIGHUP and the action of ignoring it, on every Unix.
+#[cfg(unix)]
+const HANG_UP: (i32, usize) = (1, 1);
+
 /// Code with which a program ends that Ctrl-C has ended twice.
 const IMPATIENT: i32 = 130;
 
@@ -22,6 +32,9 @@ const IMPATIENT: i32 = 130;
 pub fn on_signals() -> Result<Interruption> {
     let interruption = Interruption::default();
     let of_handler = interruption.clone();
+    // SAFETY: no handler is set that could be called; what was set is seen, and set again below.
+    #[cfg(unix)]
+    let hang_up_was_ignored = unsafe { signal(HANG_UP.0, HANG_UP.1) } == HANG_UP.1;
     ctrlc::set_handler(move || {
         if of_handler.is_set() {
             std::process::exit(IMPATIENT);
@@ -29,6 +42,12 @@ pub fn on_signals() -> Result<Interruption> {
         of_handler.interrupt();
     })
     .context("signals cannot be listened to; hint: is it called twice?")?;
+    // As `nohup` asks.
+    #[cfg(unix)]
+    if hang_up_was_ignored {
+        // SAFETY: ignoring a signal calls nothing.
+        unsafe { signal(HANG_UP.0, HANG_UP.1) };
+    }
     Ok(interruption)
 }
 

@@ -1,5 +1,6 @@
 //! What is being done to a branch, written down before each step: after a crash at any point the experiment can go on.
 
+use crate::research::experiment::Options;
 use crate::research::ledger::{Entries, Record};
 use crate::research::process::ProcessId;
 use crate::research::state;
@@ -23,8 +24,8 @@ pub struct Journal {
     pub head_before: String,
     /// The experiment's commit, once it is known.
     pub commit: Option<String>,
-    /// Pairs of runs with new seeds for a gain that chance may explain.
-    pub confirm: usize,
+    /// What the user asks of it.
+    pub options: Options,
     pub phase: Phase,
     /// The child that is at work now, or was the last.
     pub child: Option<ProcessId>,

@@ -1,10 +1,12 @@
 //! The ledger: `results.tsv` in the familiar five columns, and `results.jsonl` beside it with everything. Only ever appended to.
+//!
+//! What decisions go by is a copy of `results.jsonl` in git's folder, where nobody cleans or edits.
 
 use crate::atomic_file::write_atomically;
 use crate::research::crash::Crash;
 use crate::research::decision::{Status, Verdict};
 use crate::run::protocol::Protocol;
-use anyhow::{Context, Result, anyhow};
+use anyhow::{Result, anyhow, bail};
 use serde::{Deserialize, Serialize};
 use std::fs::{self, File, OpenOptions};
 use std::io::{Read, Seek, SeekFrom, Write};
@@ -116,10 +118,18 @@ pub fn id(tag: &str, number: u32) -> String {
     format!("{tag}-{number:03}")
 }
 
-/// `text` without tabs, line ends and other control characters.
+/// Longest description.
+const LONGEST_LINE: usize = 500;
+
+/// `text` without tabs, line ends and other characters that a table or a terminal would obey, and not too long.
 pub fn one_line(text: &str) -> String {
-    let spaced: String = text.chars().map(|letter| if letter.is_control() { ' ' } else { letter }).collect();
-    spaced.trim().to_owned()
+    // Line and paragraph separators, and what turns the direction of writing.
+    let is_obeyed = |letter: char| {
+        letter.is_control()
+            || matches!(letter, '\u{200e}' | '\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
+    };
+    let spaced: String = text.chars().map(|letter| if is_obeyed(letter) { ' ' } else { letter }).collect();
+    spaced.trim().chars().take(LONGEST_LINE).collect()
 }
 
 /// A line of `results.jsonl`.
@@ -135,10 +145,22 @@ enum Entry {
     },
 }
 
+/// The ledger's files.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+enum Part {
+    /// What decisions go by.
+    Own,
+    /// The same in the work tree, for readers.
+    Records,
+    /// The familiar columns.
+    Table,
+}
+
 /// Text to append to a file of a known length, exactly once.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 struct Append {
-    file: String,
+    part: Part,
     length: u64,
     text: String,
 }
@@ -147,16 +169,25 @@ struct Append {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Entries(Vec<Append>);
 
-/// The two files in the root of a work tree.
+/// The ledger of a repository, with readers' files in one of its work trees.
 #[derive(Clone, Debug)]
 pub struct Ledger {
     root: PathBuf,
+    own: PathBuf,
 }
 
 impl Ledger {
-    /// The ledger in `root`, whether or not it is there yet.
-    pub fn new(root: &Path) -> Self {
-        Self { root: root.to_path_buf() }
+    /// The ledger in `own`, a folder of git's, and the work tree `root`, whether or not it is there yet.
+    pub fn new(own: &Path, root: &Path) -> Self {
+        Self { root: root.to_path_buf(), own: own.to_path_buf() }
+    }
+
+    fn path(&self, part: Part) -> PathBuf {
+        match part {
+            Part::Own => self.own.join(RECORDS),
+            Part::Records => self.root.join(RECORDS),
+            Part::Table => self.root.join(TABLE),
+        }
     }
 
     /// Writes the header of `results.tsv` if the file is not there or empty.
@@ -164,7 +195,7 @@ impl Ledger {
     /// # Errors
     /// If it cannot be written.
     pub fn write_header(&self) -> Result<()> {
-        let entry = self.entry(TABLE, String::new())?;
+        let entry = self.entry(Part::Table, String::new())?;
         if entry.text.is_empty() { Ok(()) } else { self.append(&Entries(vec![entry])) }
     }
 
@@ -174,7 +205,18 @@ impl Ledger {
     /// If the files cannot be read.
     pub fn entries(&self, record: &Record) -> Result<Entries> {
         let line = serde_json::to_string(&Entry::Experiment(Box::new(record.clone())))?;
-        Ok(Entries(vec![self.entry(RECORDS, format!("{line}\n"))?, self.entry(TABLE, record.row())?]))
+        self.lines(&format!("{line}\n"), Some(record.row()))
+    }
+
+    fn lines(&self, line: &str, row: Option<String>) -> Result<Entries> {
+        let mut entries = Vec::new();
+        for part in [Part::Own, Part::Records] {
+            entries.push(self.entry(part, line.to_owned())?);
+        }
+        if let Some(row) = row {
+            entries.push(self.entry(Part::Table, row)?);
+        }
+        Ok(Entries(entries))
     }
 
     /// Appends `entries`. Called again after a crash, it adds what is missing and nothing twice.
@@ -183,7 +225,7 @@ impl Ledger {
     /// If a file cannot be written.
     pub fn append(&self, entries: &Entries) -> Result<()> {
         for entry in &entries.0 {
-            let path = self.root.join(&entry.file);
+            let path = self.path(entry.part);
             append_once(&path, entry.length, &entry.text).map_err(|error| {
                 anyhow!(
                     "{}: cannot write the ledger ({error}); hint: check that it may be written and that there is free space",
@@ -197,7 +239,7 @@ impl Ledger {
     /// Experiments of the branch `tag` in time, those that were taken back with the status [`Status::Undone`].
     ///
     /// # Errors
-    /// If the file is there and cannot be read. Lines that are none of ours get a warning.
+    /// If the file is there and cannot be read.
     pub fn records(&self, tag: &str) -> Result<Vec<Record>> {
         let mut records = self.all_records()?;
         records.retain(|record| record.tag == tag);
@@ -209,9 +251,9 @@ impl Ledger {
     /// # Errors
     /// As [`Ledger::records`].
     pub fn all_records(&self) -> Result<Vec<Record>> {
-        let path = self.root.join(RECORDS);
+        let path = self.path(Part::Own);
         let mut records: Vec<Record> = Vec::new();
-        for (number, line) in self.read(RECORDS)?.lines().enumerate().filter(|(_, line)| !line.trim().is_empty()) {
+        for (number, line) in self.read(Part::Own)?.lines().enumerate().filter(|(_, line)| !line.trim().is_empty()) {
             match serde_json::from_str(line) {
                 Ok(Entry::Experiment(record)) => records.push(*record),
                 Ok(Entry::Undo { tag, number, .. }) => {
@@ -220,8 +262,9 @@ impl Ledger {
                         record.status = Status::Undone;
                     }
                 }
-                Err(error) => tracing::warn!(
-                    "{} line {}: expected an experiment, found: {error}; hint: the line is left out",
+                // Going on without it might keep what is worse.
+                Err(error) => bail!(
+                    "{} line {}: expected an experiment, found: {error}; hint: {RECORDS} in the work tree has the same lines",
                     path.display(),
                     number + 1
                 ),
@@ -237,13 +280,13 @@ impl Ledger {
     pub fn undo(&self, record: &Record, time: String) -> Result<()> {
         let entry = Entry::Undo { tag: record.tag.clone(), number: record.number, time };
         let line = format!("{}\n", serde_json::to_string(&entry)?);
-        self.append(&Entries(vec![self.entry(RECORDS, line)?]))?;
+        self.append(&self.lines(&line, None)?)?;
         let (old, new) = (record.row(), Record { status: Status::Undone, ..record.clone() }.row());
-        let table = self.read(TABLE)?;
+        let table = self.read(Part::Table)?;
         match table.rfind(&old) {
             Some(place) => {
                 let changed = [&table[..place], &new, &table[place + old.len()..]].concat();
-                write_atomically(&self.root.join(TABLE), changed.as_bytes())
+                write_atomically(&self.path(Part::Table), changed.as_bytes())
             }
             None => {
                 tracing::warn!("{TABLE}: expected the row of {}, found none; hint: mark it yourself", record.id());
@@ -252,24 +295,26 @@ impl Ledger {
         }
     }
 
-    /// What appending `text` to `file` means now: after its header, and after the end of a line that has none.
-    fn entry(&self, file: &str, text: String) -> Result<Append> {
-        let before = self.read(file)?;
-        let text = match before.as_bytes().last() {
-            None if file == TABLE => format!("{HEADER}{text}"),
+    /// What appending `text` to `part` means now: after its header, and after the end of a line that has none.
+    fn entry(&self, part: Part, text: String) -> Result<Append> {
+        let before = self.read_bytes(part)?;
+        let text = match before.last() {
+            None if part == Part::Table => format!("{HEADER}{text}"),
             None | Some(b'\n') => text,
             Some(_) => format!("\n{text}"),
         };
-        Ok(Append { file: file.to_owned(), length: before.len() as u64, text })
+        Ok(Append { part, length: before.len() as u64, text })
     }
 
-    fn read(&self, file: &str) -> Result<String> {
-        let path = self.root.join(file);
+    fn read(&self, part: Part) -> Result<String> {
+        Ok(String::from_utf8_lossy(&self.read_bytes(part)?).into_owned())
+    }
+
+    fn read_bytes(&self, part: Part) -> Result<Vec<u8>> {
+        let path = self.path(part);
         match fs::read(&path) {
-            Ok(bytes) => {
-                String::from_utf8(bytes).with_context(|| format!("{}: expected text in UTF-8", path.display()))
-            }
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(String::new()),
+            Ok(bytes) => Ok(bytes),
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(Vec::new()),
             Err(error) => Err(anyhow!("{}: cannot be read ({error}); hint: check its permissions", path.display())),
         }
     }
@@ -278,6 +323,8 @@ impl Ledger {
 /// Appends `text` to the file at `path`, which had `length` bytes, unless it is there already; a part of it is completed.
 fn append_once(path: &Path, length: u64, text: &str) -> std::io::Result<()> {
     let mut file = OpenOptions::new().read(true).write(true).create(true).truncate(false).open(path)?;
+    // Other work trees write to the same one.
+    file.lock()?;
     let mut bytes = Vec::new();
     file.read_to_end(&mut bytes)?;
     let since = bytes.get(length as usize..).unwrap_or_default();
@@ -341,7 +388,9 @@ pub(crate) mod tests {
 
     fn ledger() -> (tempfile::TempDir, Ledger) {
         let folder = tempfile::tempdir().unwrap();
-        let ledger = Ledger::new(folder.path());
+        let own = folder.path().join("own");
+        fs::create_dir(&own).unwrap();
+        let ledger = Ledger::new(&own, folder.path());
         (folder, ledger)
     }
 
@@ -352,7 +401,7 @@ pub(crate) mod tests {
         let crash = Record { status: Status::Crash, val_bpb: None, ..record(2, "too wide") };
         ledger.append(&ledger.entries(&crash).unwrap()).unwrap();
         assert_eq!(
-            ledger.read(TABLE).unwrap(),
+            ledger.read(Part::Table).unwrap(),
             "commit\tval_bpb\tmemory_gb\tstatus\tdescription\n0123456\t0.997900\t44.0\tkeep\ttabs and lines\n\
              0123456\t0.000000\t0.0\tcrash\ttoo wide\n"
         );
@@ -362,17 +411,18 @@ pub(crate) mod tests {
 
     #[test]
     fn a_write_that_was_cut_off_anywhere_is_completed_once() {
-        let (folder, ledger) = ledger();
+        let (_folder, ledger) = ledger();
+        let parts = [Part::Own, Part::Records, Part::Table];
         ledger.append(&ledger.entries(&record(1, "first")).unwrap()).unwrap();
-        let before = [RECORDS, TABLE].map(|file| ledger.read(file).unwrap());
+        let before = parts.map(|part| ledger.read(part).unwrap());
         let entries = ledger.entries(&record(2, "first")).unwrap();
         ledger.append(&entries).unwrap();
-        let after = [RECORDS, TABLE].map(|file| ledger.read(file).unwrap());
-        for (file, (before, after)) in [RECORDS, TABLE].iter().zip(before.iter().zip(&after)) {
+        let after = parts.map(|part| ledger.read(part).unwrap());
+        for (part, (before, after)) in parts.into_iter().zip(before.iter().zip(&after)) {
             for cut in before.len()..=after.len() {
-                fs::write(folder.path().join(file), &after[..cut]).unwrap();
+                fs::write(ledger.path(part), &after[..cut]).unwrap();
                 ledger.append(&entries).unwrap();
-                assert_eq!(&ledger.read(file).unwrap(), after, "{file} cut at {cut}");
+                assert_eq!(&ledger.read(part).unwrap(), after, "{part:?} cut at {cut}");
             }
         }
     }
@@ -384,16 +434,16 @@ pub(crate) mod tests {
         fs::write(&table, format!("{HEADER}abcdefg\t1.0\t0.1\tkeep\tby hand, no line end")).unwrap();
         let entries = ledger.entries(&record(1, "ours")).unwrap();
         ledger.append(&entries).unwrap();
-        let with_ours = ledger.read(TABLE).unwrap();
+        let with_ours = ledger.read(Part::Table).unwrap();
         assert!(with_ours.contains("no line end\n0123456\t"), "{with_ours}");
         // Another row after ours, then a crash that makes us append again.
         fs::write(&table, format!("{with_ours}more\n")).unwrap();
         ledger.append(&entries).unwrap();
-        assert_eq!(ledger.read(TABLE).unwrap(), format!("{with_ours}more\n"));
+        assert_eq!(ledger.read(Part::Table).unwrap(), format!("{with_ours}more\n"));
         // Rows were removed: ours is still added.
         fs::write(&table, HEADER).unwrap();
         ledger.append(&entries).unwrap();
-        assert!(ledger.read(TABLE).unwrap().ends_with("\tkeep\tours\n"));
+        assert!(ledger.read(Part::Table).unwrap().ends_with("\tkeep\tours\n"));
     }
 
     #[test]
@@ -405,17 +455,24 @@ pub(crate) mod tests {
         ledger.undo(&record(2, "same"), "now".to_owned()).unwrap();
         let statuses: Vec<Status> = ledger.records("nov30").unwrap().iter().map(|record| record.status).collect();
         assert_eq!(statuses, [Status::Keep, Status::Undone]);
-        let table = ledger.read(TABLE).unwrap();
+        let table = ledger.read(Part::Table).unwrap();
         let statuses: Vec<&str> = table.lines().skip(1).map(|row| row.split('\t').nth(3).unwrap()).collect();
         assert_eq!(statuses, ["keep", "undone"]);
     }
 
     #[test]
-    fn a_damaged_line_does_not_hide_the_others() {
-        let (folder, ledger) = ledger();
+    fn decisions_go_by_what_nobody_edits_and_not_on_if_that_is_damaged() {
+        let (_folder, ledger) = ledger();
         ledger.append(&ledger.entries(&record(1, "good")).unwrap()).unwrap();
-        let text = ledger.read(RECORDS).unwrap();
-        fs::write(folder.path().join(RECORDS), format!("{{\"event\": \n{text}")).unwrap();
+        for part in [Part::Records, Part::Table] {
+            fs::write(ledger.path(part), b"\xff nonsense").unwrap();
+        }
         assert_eq!(ledger.records("nov30").unwrap(), [record(1, "good")]);
+        ledger.append(&ledger.entries(&record(2, "also")).unwrap()).unwrap();
+        assert!(ledger.read(Part::Table).unwrap().ends_with("\tkeep\talso\n"));
+        let text = ledger.read(Part::Own).unwrap();
+        fs::write(ledger.path(Part::Own), format!("{{\"event\": \n{text}")).unwrap();
+        let message = ledger.records("nov30").unwrap_err().to_string();
+        assert!(message.contains("line 1: expected an experiment") && message.contains("; hint: "), "{message}");
     }
 }

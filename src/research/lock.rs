@@ -20,6 +20,15 @@ impl Lock {
         Ok(Self { _files: vec![lock_file(folder, name, work, false)?] })
     }
 
+    /// Who has the lock file `name` in `folder`, if anybody has.
+    pub fn holder(folder: &Path, name: &str) -> Option<String> {
+        let mut file = File::open(folder.join(name)).ok()?;
+        match file.try_lock_shared() {
+            Err(TryLockError::WouldBlock) => Some(note(&mut file)),
+            _ => None,
+        }
+    }
+
     /// Takes the device named `device` as `--device` does. A named one excludes itself and `auto`; `auto` may become any
     /// and excludes all.
     ///
@@ -38,6 +47,16 @@ impl Lock {
     }
 }
 
+/// What the holder of `file` says of itself.
+fn note(file: &mut File) -> String {
+    let mut text = String::new();
+    file.read_to_string(&mut text).ok();
+    match text.trim() {
+        "" => "another process".to_owned(),
+        text => text.to_owned(),
+    }
+}
+
 fn lock_file(folder: &Path, name: &str, work: &str, is_shared: bool) -> Result<File> {
     let path = folder.join(name);
     let unusable = |error: std::io::Error| {
@@ -49,12 +68,7 @@ fn lock_file(folder: &Path, name: &str, work: &str, is_shared: bool) -> Result<F
     match if is_shared { file.try_lock_shared() } else { file.try_lock() } {
         Ok(()) => {}
         Err(TryLockError::WouldBlock) => {
-            let mut holder = String::new();
-            file.read_to_string(&mut holder).ok();
-            let holder = match holder.trim() {
-                "" => "another process",
-                holder => holder,
-            };
+            let holder = note(&mut file);
             bail!(
                 "{}: expected device and work tree free, found one taken by {holder}; hint: wait for it, or give each its own --device (a GPU's number) at `start`",
                 path.display()
@@ -78,11 +92,13 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let take = |device| Lock::take_device(folder.path(), device, "experiment in /project");
         let first = take("libtorch:0").unwrap();
+        assert!(Lock::holder(folder.path(), "libtorch-0.lock").unwrap().contains("experiment in /project"));
         let message = take("libtorch").unwrap_err().to_string();
         assert!(message.contains("experiment in /project") && message.contains("; hint: "), "{message}");
         let second = take("libtorch:1").unwrap();
         assert!(take("auto").is_err());
         drop((first, second));
+        assert_eq!(Lock::holder(folder.path(), "libtorch-0.lock"), None);
         let all = take("auto").unwrap();
         assert!(take("libtorch:1").is_err());
         drop(all);

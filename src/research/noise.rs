@@ -6,6 +6,7 @@ use crate::research::state;
 use crate::research::study::{Study, short};
 use crate::research::training::{self, Run};
 use crate::research::worktree;
+use crate::run;
 use crate::run::protocol::Protocol;
 use anyhow::{Result, anyhow, bail, ensure};
 use serde::{Deserialize, Serialize};
@@ -48,26 +49,48 @@ impl Noise {
     }
 }
 
-impl fmt::Display for Noise {
+/// What runs of one commit say together.
+#[derive(Clone, Debug, Serialize)]
+pub struct Spread {
+    pub commit: String,
+    pub runs: Vec<NoiseRun>,
+    pub mean: f64,
+    pub lowest: f64,
+    pub highest: f64,
+    pub standard_deviation: f64,
+    /// The largest gain of one run over another that chance explains.
+    pub largest_chance_gain: f64,
+}
+
+impl Spread {
+    /// Of at least two runs.
+    pub fn of(noise: &Noise) -> Option<Self> {
+        let values = noise.values();
+        Some(Self {
+            commit: noise.commit.clone(),
+            runs: noise.runs.clone(),
+            mean: values.iter().sum::<f64>() / values.len() as f64,
+            lowest: values.iter().copied().fold(f64::MAX, f64::min),
+            highest: values.iter().copied().fold(f64::MIN, f64::max),
+            standard_deviation: standard_deviation(&values)?,
+            largest_chance_gain: chance_difference(&values)?,
+        })
+    }
+}
+
+impl fmt::Display for Spread {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let values = self.values();
-        let (lowest, highest) =
-            (values.iter().copied().fold(f64::MAX, f64::min), values.iter().copied().fold(f64::MIN, f64::max));
-        let mean = values.iter().sum::<f64>() / values.len() as f64;
         writeln!(
             f,
-            "commit {}: {} runs, mean {mean:.6}, lowest {lowest:.6}, highest {highest:.6}",
+            "commit {}: {} runs, mean {:.6}, lowest {:.6}, highest {:.6}, standard deviation {:.6}",
             short(&self.commit),
-            values.len()
+            self.runs.len(),
+            self.mean,
+            self.lowest,
+            self.highest,
+            self.standard_deviation
         )?;
-        match chance_difference(&values) {
-            Some(limit) => write!(
-                f,
-                "standard deviation {:.6}; a gain of up to {limit:.6} between two runs may be chance (95 %)",
-                standard_deviation(&values).unwrap_or_default()
-            ),
-            None => write!(f, "at least two runs are needed for a spread"),
-        }
+        write!(f, "a gain of up to {:.6} of one run over another may be chance (95 %)", self.largest_chance_gain)
     }
 }
 
@@ -113,7 +136,9 @@ pub fn measure(
     study.require_finished()?;
     study.require_within_bounds()?;
     let commit = study.require_no_edit()?;
-    let root = study.settings.runs_dir.join(format!("{}-noise-{}", study.tag, short(&commit)));
+    // Runs of other conditions are none of these.
+    let conditions = &study.settings.config_sha256[..6];
+    let root = study.settings.runs_dir.join(format!("{}-noise-{}-{conditions}", study.tag, short(&commit)));
     fs::create_dir_all(&root).map_err(|error| {
         anyhow!("{}: cannot make the folder ({error}); hint: check that it may be written", root.display())
     })?;
@@ -121,15 +146,21 @@ pub fn measure(
     let Ok(program) = &built.program else {
         bail!("commit {}: expected it to build, found that it does not; hint: see {}", short(&commit), root.display());
     };
+    let earlier = Noise::read(study)?.filter(|noise| noise.commit == commit);
     let mut measured: Option<Noise> = None;
+    // Fewer than are there already would be a step back.
+    let runs = earlier.map_or(runs, |earlier| runs.max(earlier.runs.len()));
     for add in 1..=runs as u64 {
         let seed = study.settings.seed + add;
         let folder = root.join(format!("seed-{seed}"));
-        let run = Run { program, commit: &commit, folder: &folder, seed: Some(seed) };
-        let outcome = training::measure(study, run, interruption, |_| Ok(()))?;
+        let one = Run { program, commit: &commit, folder: &folder, seed: Some(seed) };
+        let outcome = training::measure(study, one, interruption, |_| Ok(()))?;
         let summary = outcome.map_err(|crash| {
             anyhow!("{}: expected a number, found a crash ({}); hint: see run.log there", folder.display(), crash.kind)
         })?;
+        if !study.settings.keep_weights {
+            run::remove_weights(&folder)?;
+        }
         let protocol = summary.protocol;
         let run = NoiseRun { seed, val_bpb: summary.val_bpb };
         say(&run);

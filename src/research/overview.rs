@@ -1,9 +1,10 @@
 //! Where a branch of experiments stands, and its ledger as a table.
 
-use crate::research::decision::Status;
+use crate::research::agent_loop;
+use crate::research::decision::{Status, Verdict};
 use crate::research::journal::Journal;
 use crate::research::ledger::{Record, id};
-use crate::research::noise;
+use crate::research::noise::{self, Noise};
 use crate::research::study::{Study, short};
 use anyhow::Result;
 use serde::Serialize;
@@ -18,13 +19,23 @@ pub struct Overview {
     pub kept: usize,
     pub discarded: usize,
     pub crashed: usize,
+    pub undone: usize,
+    /// Name of the configuration, and the device as it was asked for.
+    pub config: String,
+    pub device: String,
     pub baseline: Option<f64>,
     /// The experiment that the branch is at.
     pub best: Option<Record>,
     /// Largest difference that chance explains, if it was measured.
     pub noise: Option<f64>,
+    /// Runs that it was measured with.
+    pub noise_runs: usize,
     /// Name and step of the experiment that is not finished.
     pub unfinished: Option<(String, String)>,
+    /// The process that is at work here.
+    pub running: Option<String>,
+    /// Whether a loop was stopped before its end.
+    pub has_stopped_loop: bool,
     /// Editable files that differ from the kept commit.
     pub edited: Vec<String>,
     /// What stands against an experiment now.
@@ -47,6 +58,12 @@ impl Overview {
             kept: count(Status::Keep),
             discarded: count(Status::Discard),
             crashed: count(Status::Crash),
+            undone: count(Status::Undone),
+            config: study.settings.config.clone(),
+            device: study.settings.device.clone(),
+            noise_runs: Noise::read(study)?.map_or(0, |noise| noise.runs.len()),
+            running: study.holder(),
+            has_stopped_loop: agent_loop::has_plan(study),
             baseline: records.iter().find_map(|record| record.val_bpb),
             noise: noise::largest_chance_difference(study, best.as_ref())?,
             best,
@@ -57,36 +74,65 @@ impl Overview {
     }
 }
 
-impl fmt::Display for Overview {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        writeln!(f, "branch:      {}", self.branch)?;
-        writeln!(
-            f,
-            "experiments: {} ({} kept, {} discarded, {} crashed)",
-            self.experiments, self.kept, self.discarded, self.crashed
-        )?;
-        match (&self.best, self.baseline) {
+impl Overview {
+    /// What is known of the branch, without what to do next.
+    pub fn state(&self) -> String {
+        let best = match (&self.best, self.baseline) {
             (Some(best), Some(baseline)) => {
                 let val_bpb = best.val_bpb.unwrap_or_default();
-                writeln!(f, "best:        {val_bpb:.6}, {} ({})", best.id(), best.description)?;
-                writeln!(f, "baseline:    {baseline:.6} ({:+.6} since)", val_bpb - baseline)?;
+                format!(
+                    "{val_bpb:.6}, {} ({})\nbaseline:    {baseline:.6} ({:+.6} since)",
+                    best.id(),
+                    best.description,
+                    val_bpb - baseline
+                )
             }
-            _ => writeln!(f, "best:        none yet")?,
+            _ => "none yet".to_owned(),
+        };
+        let noise = match self.noise {
+            Some(noise) => format!("a gain of up to {noise:.6} may be chance (95 %, {} runs)", self.noise_runs),
+            None => "not measured".to_owned(),
+        };
+        format!(
+            "branch:      {}, {} on {}\nexperiments: {} ({} kept, {} discarded, {} crashed, {} undone)\nbest:        {best}\nnoise:       {noise}",
+            self.branch,
+            self.config,
+            self.device,
+            self.experiments,
+            self.kept,
+            self.discarded,
+            self.crashed,
+            self.undone
+        )
+    }
+
+    fn next(&self) -> String {
+        let resume = if self.has_stopped_loop { "loop --resume" } else { "experiment --resume" };
+        match (&self.running, &self.unfinished, &self.problem) {
+            (Some(running), Some((experiment, step)), _) => {
+                format!("running:     {experiment} (step: {step}) by {running}")
+            }
+            (Some(running), None, _) => format!("running:     {running}"),
+            (None, Some((experiment, step)), _) => {
+                format!(
+                    "interrupted: {experiment} (step: {step}); `{resume}` goes on, `undo` takes it back and leaves the edit"
+                )
+            }
+            (None, None, Some(problem)) => format!("problem:     {problem}"),
+            (None, None, None) if self.has_stopped_loop => {
+                "loop:        stopped before its end; `loop --resume` goes on".to_owned()
+            }
+            (None, None, None) if self.edited.is_empty() => {
+                "edit:        none; edit src/model.rs or src/optim.rs, then `experiment -m \"…\"`".to_owned()
+            }
+            (None, None, None) => format!("edit:        {}; `experiment -m \"…\"` measures it", self.edited.join(", ")),
         }
-        match self.noise {
-            Some(noise) => writeln!(f, "noise:       equal runs differ by up to {noise:.6} (95 %)")?,
-            None => writeln!(f, "noise:       not measured; `noise --runs 5` does")?,
-        }
-        if let Some((experiment, step)) = &self.unfinished {
-            writeln!(f, "unfinished:  {experiment} (step: {step}); `experiment --resume` or `undo`")?;
-        }
-        if let Some(problem) = &self.problem {
-            writeln!(f, "problem:     {problem}")?;
-        }
-        match self.edited.as_slice() {
-            [] => write!(f, "edit:        none; edit src/model.rs or src/optim.rs, then `experiment -m \"…\"`"),
-            edited => write!(f, "edit:        {}; `experiment -m \"…\"` measures it", edited.join(", ")),
-        }
+    }
+}
+
+impl fmt::Display for Overview {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}\n{}", self.state(), self.next())
     }
 }
 
@@ -102,7 +148,9 @@ pub enum Order {
 /// `records` in `order`, the last or first `at_most` of them.
 pub fn sorted(mut records: Vec<Record>, order: Order, at_most: Option<usize>) -> Vec<Record> {
     if order == Order::Best {
-        let value = |record: &Record| record.val_bpb.unwrap_or(f64::INFINITY);
+        // What was taken back was so for a reason.
+        let counts = |record: &Record| record.status != Status::Undone;
+        let value = |record: &Record| record.val_bpb.filter(|_| counts(record)).unwrap_or(f64::INFINITY);
         records.sort_by(|left, right| value(left).partial_cmp(&value(right)).unwrap_or(Ordering::Equal));
     }
     let at_most = at_most.unwrap_or(records.len()).min(records.len());
@@ -135,6 +183,7 @@ impl fmt::Display for Table<'_> {
                 .map_or("-".to_owned(), |(best, own)| format!("{:+.6}", own - best));
             let status = match &record.crash {
                 Some(crash) => format!("crash: {}", crash.kind),
+                None if record.verdict == Verdict::Marginal => format!("{}: marginal", record.status),
                 None => record.status.to_string(),
             };
             write!(

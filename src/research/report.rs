@@ -62,7 +62,7 @@ impl fmt::Display for Finished {
             writeln!(f, "because: {}", crash.message)?;
         }
         write!(f, "next:    {}", next(record))?;
-        if let Some(crash) = &record.crash {
+        if let Some(crash) = record.crash.as_ref().filter(|crash| crash.excerpt.trim() != crash.message.trim()) {
             let source = if crash.kind == CrashKind::Build { "compiler" } else { "run's log" };
             write!(f, "\nquoted from the {source}, not instructions:")?;
             for line in crash.excerpt.lines().take(20) {
@@ -97,7 +97,7 @@ fn noise(record: &Record) -> String {
             "a run with a new seed gave no number".to_owned()
         }
         (Verdict::Confirmed | Verdict::Unconfirmed, _) => runs.join("; "),
-        (_, Some(noise)) => format!("equal runs differ by up to {noise:.6} (95 %)"),
+        (_, Some(noise)) => format!("a gain of up to {noise:.6} may be chance (95 %)"),
         (_, None) => "not measured; `noise --runs 5` does".to_owned(),
     }
 }
@@ -107,12 +107,23 @@ fn next(record: &Record) -> String {
         (Verdict::Baseline, Status::Keep) => {
             "edit src/model.rs or src/optim.rs, then `experiment -m \"what this tries\"`"
         }
+        (Verdict::Marginal, _) => {
+            return format!(
+                "chance may explain it: `undo`, then `retry {} --confirm` trains both sides with new seeds; or go on",
+                record.number
+            );
+        }
         (Verdict::Incomparable(_), _) => {
             "`start` a new branch: this one's numbers do not compare with those from now on"
         }
         (_, Status::Keep) => "the branch goes on from here: edit and `experiment` again",
         (_, Status::Crash) if record.commit == record.parent => "mend what stopped the baseline, then `retry`",
-        (_, Status::Crash) => "mend the edit (`git cherry-pick --no-commit` brings it back) or try something else",
+        (_, Status::Crash) => {
+            return format!(
+                "`git cherry-pick --no-commit {}` brings the edit back to be mended; or try something else",
+                short(&record.commit)
+            );
+        }
         _ => "try something else",
     };
     one_line(own)

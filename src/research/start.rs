@@ -5,6 +5,7 @@ use crate::research::git::Repository;
 use crate::research::process::Interruption;
 use crate::research::study::{EDITABLE, Settings, Study, branch_folder, branch_name, short};
 use anyhow::{Result, bail, ensure};
+use std::fs;
 use std::path::Path;
 
 /// Makes the branch `autoresearch/<tag>` at HEAD with `settings`, the ledger's header, and measures the baseline. A start that was
@@ -25,6 +26,7 @@ pub fn start(folder: &Path, tag: &str, settings: Settings, interruption: &Interr
     }
     let study = Study::new(repository, tag, settings);
     let repository = &study.repository;
+    require_place_for_program(&study)?;
     if is_new(&study, &head)? {
         let changed = repository.changed_files(&head, &[])?;
         ensure!(
@@ -51,7 +53,15 @@ pub fn start(folder: &Path, tag: &str, settings: Settings, interruption: &Interr
 fn is_new(study: &Study, head: &str) -> Result<bool> {
     let repository = &study.repository;
     let branch = study.branch();
-    let Some(commit) = repository.commit(&study.branch_reference())? else { return Ok(true) };
+    let Some(commit) = repository.commit(&study.branch_reference())? else {
+        let references = repository.references(&study.reference(""))?;
+        ensure!(
+            references.is_empty() && study.ledger.records(&study.tag)?.is_empty() && !study.folder().exists(),
+            "start: expected a tag that was never used, found experiments of {}; hint: take another tag",
+            study.tag
+        );
+        return Ok(true);
+    };
     let was_cut_off = repository.branch()?.as_ref() == Some(&branch)
         && commit == head
         && repository.commit(&study.reference("start"))?.as_deref() == Some(head)
@@ -62,7 +72,23 @@ fn is_new(study: &Study, head: &str) -> Result<bool> {
             short(&commit)
         );
     }
+    let started = Settings::read(&study.folder(), &study.tag)?;
+    ensure!(
+        started == study.settings,
+        "start: expected the flags that {branch} was started with, found others; hint: repeat those, or take another tag"
+    );
     Ok(false)
+}
+
+/// Refuses to overwrite what is none of ours.
+fn require_place_for_program(study: &Study) -> Result<()> {
+    let path = study.program();
+    ensure!(
+        fs::symlink_metadata(&path).is_err() || study.left_program()?,
+        "{}: expected a free place for the program, found something there; hint: move it away",
+        path.display()
+    );
+    Ok(())
 }
 
 /// A tag becomes part of branches, references and folders.

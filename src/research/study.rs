@@ -18,6 +18,12 @@ pub const EDITABLE: [&str; 2] = ["src/model.rs", "src/optim.rs"];
 /// Name of the file in a branch's folder.
 const SETTINGS: &str = "settings.json";
 
+/// Name of the work tree's lock.
+const WORK_LOCK: &str = "work.lock";
+
+/// Name of the file that says how large the copy of the program is.
+const PROGRAM: &str = "program.json";
+
 /// Branches of experiments begin with it.
 const BRANCH_PREFIX: &str = "autoresearch/";
 
@@ -39,6 +45,10 @@ pub struct Settings {
     pub locks_dir: PathBuf,
     /// A training is killed after this time, in seconds.
     pub limit_seconds: f64,
+    /// Whether the weights of runs that are not kept stay, too.
+    pub keep_weights: bool,
+    /// SHA-256 of the settings of cargo that git does not track; none if there are none.
+    pub cargo_settings_sha256: Option<String>,
 }
 
 /// One branch of experiments.
@@ -71,7 +81,7 @@ impl Study {
 
     /// The study of the branch `tag` with `settings`.
     pub fn new(repository: Repository, tag: &str, settings: Settings) -> Self {
-        let ledger = Ledger::new(repository.root());
+        let ledger = Ledger::new(&own_folder(&repository), repository.root());
         Self { repository, tag: tag.to_owned(), settings, ledger }
     }
 
@@ -90,7 +100,7 @@ impl Study {
         format!("refs/autoresearch/{}/{name}", self.tag)
     }
 
-    /// Where the branch's own files lie: in git's folder, where nothing that cleans a work tree finds them.
+    /// Where the branch's own files lie.
     pub fn folder(&self) -> PathBuf {
         branch_folder(&self.repository, &self.tag)
     }
@@ -103,6 +113,39 @@ impl Study {
     /// The folder in which commits are built.
     pub fn checkout(&self) -> PathBuf {
         self.work_folder().join("checkout")
+    }
+
+    /// The copy of the program that `start` leaves: it does not follow the edits.
+    pub fn program(&self) -> PathBuf {
+        self.repository.root().join(format!("autoresearch{}", std::env::consts::EXE_SUFFIX))
+    }
+
+    /// Leaves a copy of `built` there.
+    ///
+    /// # Errors
+    /// If it cannot be written.
+    pub fn leave_program(&self, built: &Path) -> Result<()> {
+        let path = self.program();
+        let copy = || -> std::io::Result<()> {
+            let temporary =
+                tempfile::Builder::new().prefix(".autoresearch").tempfile_in(self.repository.root())?.into_temp_path();
+            fs::copy(built, &temporary)?;
+            temporary.persist(&path).map_err(|failed| failed.error)
+        };
+        copy().map_err(|error| {
+            anyhow!("{}: cannot leave the program there ({error}); hint: is the folder writable?", path.display())
+        })?;
+        state::write(&self.work_folder().join(PROGRAM), &fs::metadata(&path)?.len())
+    }
+
+    /// Whether what lies there is such a copy, as far as its size tells.
+    ///
+    /// # Errors
+    /// If that cannot be read.
+    pub fn left_program(&self) -> Result<bool> {
+        let left: Option<u64> = state::read(&self.work_folder().join(PROGRAM), "a file's size", "remove it")?;
+        let found = fs::symlink_metadata(self.program()).ok().filter(|metadata| metadata.is_file());
+        Ok(left.is_some() && left == found.map(|metadata| metadata.len()))
     }
 
     /// The commit that the branch started from.
@@ -142,6 +185,11 @@ impl Study {
         Ok(recorded.chain(referenced).max().map_or(0, |last: u32| last + 1))
     }
 
+    /// Who has the work tree, if anybody has.
+    pub fn holder(&self) -> Option<String> {
+        Lock::holder(&self.work_folder(), WORK_LOCK)
+    }
+
     /// Takes the work tree, and with it the branch, and the device for this process.
     ///
     /// # Errors
@@ -149,7 +197,7 @@ impl Study {
     pub fn lock(&self, command: &str) -> Result<(Lock, Lock)> {
         let work = format!("{command} in {}", self.repository.root().display());
         Ok((
-            Lock::take(&self.work_folder(), "work.lock", &work)?,
+            Lock::take(&self.work_folder(), WORK_LOCK, &work)?,
             Lock::take_device(&self.settings.locks_dir, &self.settings.device, &work)?,
         ))
     }
@@ -209,6 +257,12 @@ impl Study {
     pub fn require_allowed_sources(&self) -> Result<()> {
         for name in EDITABLE {
             let path = self.repository.root().join(name);
+            // What a link points to is in no commit.
+            let is_file = fs::symlink_metadata(&path).is_ok_and(|metadata| metadata.is_file());
+            ensure!(
+                is_file,
+                "{name}: expected a file, found something else or nothing; hint: `git restore {name}` brings it back"
+            );
             let source = fs::read_to_string(&path).map_err(|error| {
                 anyhow!("{name}: cannot be read ({error}); hint: `git restore {name}` brings it back")
             })?;
@@ -245,6 +299,20 @@ impl Study {
         Ok(edited)
     }
 
+    /// Refuses in the midst of a merge or the like, which a commit of ours would end.
+    ///
+    /// # Errors
+    /// If there is one.
+    pub fn require_no_merge(&self) -> Result<()> {
+        let signs = ["MERGE_HEAD", "CHERRY_PICK_HEAD", "REVERT_HEAD", "rebase-merge", "rebase-apply"];
+        if let Some(sign) = signs.iter().find(|sign| self.repository.own_dir().join(sign).exists()) {
+            bail!(
+                "git: expected no merge, cherry-pick or rebase under way, found {sign}; hint: `git status` says how to end it"
+            );
+        }
+        Ok(())
+    }
+
     /// Refuses when the editable files differ from the kept commit.
     ///
     /// # Errors
@@ -268,7 +336,11 @@ impl Study {
 }
 
 impl Settings {
-    fn read(folder: &Path, tag: &str) -> Result<Self> {
+    /// Those of the branch `tag`, whose folder is `folder`.
+    ///
+    /// # Errors
+    /// If there are none.
+    pub fn read(folder: &Path, tag: &str) -> Result<Self> {
         let path = folder.join(SETTINGS);
         let hint = format!("`start` with another tag than {tag} makes a branch for experiments from here");
         let settings = state::read(&path, "a branch's settings", &hint)?;
@@ -294,9 +366,14 @@ pub fn branch_name(tag: &str) -> String {
     format!("{BRANCH_PREFIX}{tag}")
 }
 
+/// Where a repository's own files lie: in git's folder, where nothing that cleans a work tree finds them.
+pub fn own_folder(repository: &Repository) -> PathBuf {
+    repository.common_dir().join("autoresearch")
+}
+
 /// Where a branch's own files lie.
 pub fn branch_folder(repository: &Repository, tag: &str) -> PathBuf {
-    repository.common_dir().join("autoresearch").join(tag)
+    own_folder(repository).join("branches").join(tag)
 }
 
 /// The first digits of a commit.

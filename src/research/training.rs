@@ -1,5 +1,6 @@
 //! One training of a built commit in a process of its own.
 
+use crate::output::tell;
 use crate::research::crash::{self, Crash};
 use crate::research::interruption::Interrupted;
 use crate::research::process::{self, How, Input, Interruption, ProcessId, Supervision};
@@ -52,6 +53,7 @@ pub fn measure(
         interruption: interruption.clone(),
     };
     let log = folder.join("run.log");
+    tell(format_args!("training, {:.0} s at most: {}", study.settings.limit_seconds, log.display()));
     let ended = process::run(command, Input::HeldOpen, &log, &supervision, on_spawn)?;
     if ended.how == How::Interrupted {
         bail!(Interrupted);

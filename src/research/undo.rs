@@ -2,6 +2,7 @@
 
 use crate::research::decision::Status;
 use crate::research::experiment::Experiment;
+use crate::research::ledger::Record;
 use crate::research::process::Interruption;
 use crate::research::study::{EDITABLE, Study, short};
 use anyhow::{Result, bail, ensure};
@@ -19,8 +20,8 @@ pub fn undo(study: &Study, interruption: &Interruption) -> Result<String> {
     let records = study.ledger.records(&study.tag)?;
     // Undone already if a crash came between the ledger and the branch.
     let at_kept = |status| status == Status::Keep || status == Status::Undone;
-    let found = records.iter().rev().find(|record| record.commit == kept && at_kept(record.status));
-    let Some(record) = found.filter(|record| record.commit != record.parent) else {
+    let is_last = |record: &&Record| record.commit == kept && record.commit != record.parent && at_kept(record.status);
+    let Some(record) = records.iter().rev().find(is_last) else {
         bail!("undo: expected a kept experiment, found the branch at its start; hint: `log` shows what was done");
     };
     let repository = &study.repository;

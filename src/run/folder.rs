@@ -147,6 +147,20 @@ pub(super) fn read_json<T: DeserializeOwned>(path: &Path) -> Result<Option<T>> {
     Ok(Some(value))
 }
 
+/// Removes the weights of the run in `run`, if there are any.
+///
+/// # Errors
+/// If they cannot be removed.
+pub fn remove_weights(run: &Path) -> Result<()> {
+    let weights = run.join(WEIGHTS);
+    match fs::remove_file(&weights) {
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+            Err(anyhow!("{}: cannot be removed ({error}); hint: check its folder's permissions", weights.display()))
+        }
+        _ => Ok(()),
+    }
+}
+
 fn unwritable(path: &Path, error: &std::io::Error) -> anyhow::Error {
     anyhow!("{}: cannot write the file ({error}); hint: check that there is free space", path.display())
 }

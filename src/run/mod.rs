@@ -35,7 +35,7 @@ use burn::module::Module;
 use burn_dataset::Dataset as _;
 pub use failure::{Failure, FailureKind};
 use folder::RunFolder;
-pub use folder::{RunPlace, clear};
+pub use folder::{RunPlace, clear, remove_weights};
 pub use parent::end_with_stdin;
 pub use phases::{Phase, Phases};
 use progress::ProgressLine;
