@@ -7,16 +7,16 @@ use std::path::Path;
 mod protocol;
 
 fn main() {
-    println!("cargo::rerun-if-changed=build.rs");
-    println!("cargo::rerun-if-changed=build/protocol.rs");
-    for name in protocol::SOURCES {
-        println!("cargo::rerun-if-changed={name}");
-    }
-    match protocol::sha256(Path::new("."), &protocol::SOURCES) {
-        Ok(hash) => println!("cargo::rustc-env=AUTORESEARCH_PROTOCOL_SHA256={hash}"),
+    let root = Path::new(".");
+    match protocol::watched(root).and_then(|names| Ok((names, protocol::sha256(root)?))) {
+        Ok((names, hash)) => {
+            for name in names {
+                println!("cargo::rerun-if-changed={name}");
+            }
+            println!("cargo::rustc-env=AUTORESEARCH_PROTOCOL_SHA256={hash}");
+        }
         Err(error) => println!(
-            "cargo::error=the sources cannot be hashed ({error}); hint: check that {} are there",
-            protocol::SOURCES.join(", ")
+            "cargo::error=the sources cannot be hashed ({error}); hint: build in a whole checkout, with Cargo.lock, build and src"
         ),
     }
     // The kind of GPU that the linked libtorch computes on; not set if it has none.

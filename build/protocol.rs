@@ -4,32 +4,23 @@ use sha2::{Digest, Sha256};
 use std::io::Result;
 use std::path::{Path, PathBuf};
 
-/// Evaluator, data, tokenizer, training loop and the versions of all libraries: files and folders. Not the editable files, whose
-/// changes are what is compared and must not run `build.rs` again.
-pub const SOURCES: [&str; 8] = [
-    "Cargo.lock",
-    "src/config.rs",
-    "src/data",
-    "src/eval.rs",
-    "src/honesty.rs",
-    "src/run",
-    "src/tokenizer",
-    "src/train.rs",
-];
+/// Files and folders that are hashed, but for [`OTHERS`].
+const SOURCES: [&str; 5] = ["Cargo.lock", "Cargo.toml", "build", "build.rs", "src"];
 
-/// SHA-256, in hexadecimal, over the name, the length and the content of every file in `names`, which are in `root`; in the
-/// order of the names.
+/// Not hashed: the editable files, whose changes are what is compared and must not run `build.rs` again, and what no number of a
+/// run goes through.
+const OTHERS: [&str; 6] = ["src/cli", "src/cli.rs", "src/model.rs", "src/optim.rs", "src/research", "src/verify"];
+
+/// Endings of sources; editors leave other files beside them.
+const ENDINGS: [&str; 7] = ["cpp", "cu", "grammar", "h", "lock", "rs", "toml"];
+
+/// SHA-256, in hexadecimal, over the name, the length and the content of every source in `root`, in the order of the names.
 ///
 /// # Errors
 /// If one cannot be read.
-pub fn sha256(root: &Path, names: &[&str]) -> Result<String> {
-    let mut files = Vec::new();
-    for name in names {
-        collect(root, Path::new(name), &mut files)?;
-    }
-    files.sort();
+pub fn sha256(root: &Path) -> Result<String> {
     let mut hash = Sha256::new();
-    for (name, path) in files {
+    for (name, path) in collect(root)?.files {
         let content = std::fs::read(path)?;
         hash.update(format!("{name} {}\n", content.len()));
         hash.update(content);
@@ -37,16 +28,45 @@ pub fn sha256(root: &Path, names: &[&str]) -> Result<String> {
     Ok(hash.finalize().iter().map(|byte| format!("{byte:02x}")).collect())
 }
 
-/// Adds the files of `name` to `found`: their names, with `/` on every system, and where they are.
-fn collect(root: &Path, name: &Path, found: &mut Vec<(String, PathBuf)>) -> Result<()> {
+/// The files whose changes, and the folders in which new files, make another hash.
+///
+/// # Errors
+/// If a folder cannot be read.
+pub fn watched(root: &Path) -> Result<Vec<String>> {
+    let Found { files, folders } = collect(root)?;
+    // Cargo looks through folders: one with an editable file in it must not be named.
+    let is_whole = |folder: &String| !OTHERS.iter().any(|other| other.starts_with(&format!("{folder}/")));
+    Ok(files.into_iter().map(|(name, _)| name).chain(folders.into_iter().filter(is_whole)).collect())
+}
+
+/// Sources by name, with `/` on every system; files with where they are.
+#[derive(Default)]
+struct Found {
+    files: Vec<(String, PathBuf)>,
+    folders: Vec<String>,
+}
+
+fn collect(root: &Path) -> Result<Found> {
+    let mut found = Found::default();
+    for name in SOURCES {
+        add(root, name, &mut found)?;
+    }
+    found.files.sort();
+    Ok(found)
+}
+
+fn add(root: &Path, name: &str, found: &mut Found) -> Result<()> {
     let path = root.join(name);
+    if OTHERS.contains(&name) {
+        return Ok(());
+    }
     if path.is_dir() {
         for entry in std::fs::read_dir(path)? {
-            collect(root, &name.join(entry?.file_name()), found)?;
+            add(root, &format!("{name}/{}", entry?.file_name().to_string_lossy()), found)?;
         }
-    } else {
-        let parts: Vec<_> = name.iter().map(|part| part.to_string_lossy()).collect();
-        found.push((parts.join("/"), path));
+        found.folders.push(name.to_owned());
+    } else if name.rsplit_once('.').is_some_and(|(_, ending)| ENDINGS.contains(&ending)) {
+        found.files.push((name.to_owned(), path));
     }
     Ok(())
 }

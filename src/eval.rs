@@ -13,9 +13,9 @@ use std::time::{Duration, Instant};
 #[derive(Clone, Copy, Debug)]
 pub struct PassSizes {
     /// Tokens that go through the model at once, or one row where that is longer.
-    tokens: usize,
+    pub tokens: usize,
     /// Logits that exist at once; memory does not grow with batch × vocabulary.
-    logits: usize,
+    pub logits: usize,
 }
 
 impl PassSizes {
@@ -90,8 +90,8 @@ impl LanguageModel for Gpt {
 ///
 /// The loss is computed here from the logits, not by the model: an edited model cannot grade itself. The rows go through
 /// the model in groups of a size that depends on nothing but `sizes` and their length: the shapes of all products, and with them the
-/// rounding, are the same whatever the batch size of `rows`. Before the first group of each size is scored, [`honesty`] checks
-/// with it what the model sees.
+/// rounding, are the same whatever the batch size of `rows`. Before the first group of each size is scored, and one in ten of the others, [`honesty`]
+/// checks with it what the model sees.
 ///
 /// # Errors
 /// If the rows cannot be read, there are none, or the model's logits are not one for each position and token id;
@@ -139,8 +139,8 @@ struct Score {
     bytes: u64,
     upstream_bytes: u64,
     tokens: u64,
-    /// The number of rows that the model has been checked with.
-    checked_rows: Option<usize>,
+    /// The groups that are checked.
+    sample: honesty::Sample,
 }
 
 impl Score {
@@ -157,8 +157,7 @@ impl Score {
         let (input, targets) = input_and_targets(rows, row_length, device);
         let count = rows.len() / row_length;
         let hidden = forward(model, input)?;
-        // By its size a model could tell a group that is checked from one that is not.
-        if self.checked_rows.replace(count) != Some(count) {
+        if self.sample.takes(count) {
             honesty::check(model, &hidden, rows, row_length, vocab_size, sizes.logits, device)?;
         }
         let losses = token_losses(model, hidden, targets, vocab_size, sizes.logits)?;

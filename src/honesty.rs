@@ -31,6 +31,32 @@ const SOFTMAX_TOLERANCE: f64 = 1e-3;
 #[error("FAIL: {0}")]
 pub struct Unmeasurable(pub String);
 
+/// The share of the groups that is checked, and with it of an evaluation's time.
+const SHARE: f64 = 0.1;
+
+/// Chooses which groups are checked: the first of each size, and of the others some that nobody can know before.
+///
+/// By its size, its place or its content a model could tell a group that is checked from one that is not.
+#[derive(Debug, Default)]
+pub(crate) struct Sample {
+    /// The number of rows of the group before.
+    rows: Option<usize>,
+    /// Groups so far that were not the first of their size.
+    others: usize,
+}
+
+impl Sample {
+    /// Whether the next group, which has `rows` rows, is checked.
+    pub(crate) fn takes(&mut self, rows: usize) -> bool {
+        if self.rows.replace(rows) != Some(rows) {
+            return true;
+        }
+        self.others += 1;
+        // More of the first few: an evaluation may have no others. The generator gets its seed from the operating system.
+        rand::rng().random_bool((1.0 / self.others as f64).max(SHARE))
+    }
+}
+
 /// Checks what `model` sees, with `rows` that are about to be scored and what it has made of them, `hidden` `[b, t, c]`.
 ///
 /// In each row the tokens after a random cut are replaced by those of the next row; one row is replaced wholly. The logits before
@@ -171,6 +197,18 @@ mod tests {
                 assert!(after.iter().all(|&token| (token as usize) < vocab_size));
             }
         }
+    }
+
+    #[test]
+    fn the_first_of_each_size_and_about_a_tenth_of_the_others_are_checked() {
+        let mut sample = Sample::default();
+        // The second one, too: it may be the last.
+        assert_eq!([8, 8, 3].map(|rows| sample.takes(rows)), [true; 3]);
+        let taken: Vec<bool> = (0..10_000).map(|_| sample.takes(3)).collect();
+        let count = taken.iter().filter(|&&taken| taken).count();
+        assert!((800..1200).contains(&count), "{count}");
+        // Others each time.
+        assert_ne!(taken, (0..10_000).map(|_| sample.takes(3)).collect::<Vec<_>>());
     }
 
     #[test]

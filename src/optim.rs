@@ -5,7 +5,7 @@
 //! broken compilers, and a rounding that depends on the backend would make runs incomparable.
 
 use crate::ops;
-use crate::parameters::{Parameter, parameters, with_values};
+use crate::parameters::{Parameter, parameters, take_gradient, with_values};
 use anyhow::{Result, bail};
 use burn::module::Module;
 use burn::tensor::{DType, FloatDType, Tensor};
@@ -139,12 +139,7 @@ impl MuonAdamW {
         for unit in &mut self.units {
             let mut operands = |name: &str| {
                 let value = values[name].clone();
-                let gradient = gradients.remove(name).unwrap_or_else(|| {
-                    if self.step == 1 {
-                        tracing::warn!("parameter '{name}' got no gradient; hint: nothing in src/model.rs uses it");
-                    }
-                    value.zeros_like()
-                });
+                let gradient = take_gradient(&mut gradients, name, &value, self.step == 1);
                 (value, gradient)
             };
             match unit {

@@ -73,6 +73,25 @@ pub fn take_gradients<M: Module>(module: &M, gradients: &mut Gradients) -> BTree
     collector.found
 }
 
+/// Takes the gradient of the parameter `name` out of `gradients`; noughts like `value` if it has none, with a warning if `warn`.
+///
+/// Stands here because the editable files may not write to the log: what they write could be taken for a result.
+pub fn take_gradient(
+    gradients: &mut BTreeMap<String, Tensor<1>>,
+    name: &str,
+    value: &Tensor<1>,
+    warn: bool,
+) -> Tensor<1> {
+    gradients.remove(name).unwrap_or_else(|| {
+        if warn {
+            // Escaped: a name with a line break in it must not start a line of its own.
+            let name = name.escape_debug();
+            tracing::warn!("parameter '{name}' got no gradient; hint: nothing in src/model.rs uses it");
+        }
+        value.zeros_like()
+    })
+}
+
 /// `module` with the flat `values` in place of the parameters of the same names; the others stay.
 ///
 /// # Panics

@@ -11,7 +11,9 @@ use std::fmt;
 use std::sync::LazyLock;
 use syn::ext::IdentExt;
 use syn::visit::{self, Visit};
-use syn::{Attribute, File, Ident, ItemMod, ItemUse, Macro, Meta, Path, UseTree};
+use syn::{
+    Attribute, File, FnArg, Ident, ItemConst, ItemMod, ItemUse, Macro, Meta, Pat, PatIdent, PatType, Path, UseTree,
+};
 
 /// What stands in an editable file and must not.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -39,9 +41,48 @@ const PATHS: &[&str] = &[
     "crate::optim",
     "crate::model",
     "crate::parameters",
-    "burn::module",
+    "burn::module::Initializer",
+    "burn::module::Module",
+    "burn::module::ModuleMapper",
+    "burn::module::ModuleVisitor",
+    "burn::module::Param",
+    "burn::module::ParamGroup",
     "burn::nn",
-    "burn::tensor",
+    "burn::tensor::Bool",
+    "burn::tensor::BoolDType",
+    "burn::tensor::DType",
+    "burn::tensor::Device",
+    "burn::tensor::Distribution",
+    "burn::tensor::Element",
+    "burn::tensor::ElementConversion",
+    "burn::tensor::Float",
+    "burn::tensor::FloatDType",
+    "burn::tensor::Gradients",
+    "burn::tensor::IndexingUpdateOp",
+    "burn::tensor::Int",
+    "burn::tensor::IntDType",
+    "burn::tensor::Shape",
+    "burn::tensor::Slice",
+    "burn::tensor::SliceArg",
+    "burn::tensor::Tensor",
+    "burn::tensor::TensorData",
+    "burn::tensor::activation",
+    "burn::tensor::assert_shape",
+    "burn::tensor::bf16",
+    "burn::tensor::cartesian_grid",
+    "burn::tensor::debug_assert_shape",
+    "burn::tensor::einsum",
+    "burn::tensor::f16",
+    "burn::tensor::grid",
+    "burn::tensor::kind::Basic",
+    "burn::tensor::kind::FloatMath",
+    "burn::tensor::kind::Numeric",
+    "burn::tensor::kind::Ordered",
+    "burn::tensor::linalg",
+    "burn::tensor::loss",
+    "burn::tensor::module",
+    "burn::tensor::ops",
+    "burn::tensor::s",
     "anyhow::Context",
     "anyhow::Error",
     "anyhow::Ok",
@@ -49,7 +90,9 @@ const PATHS: &[&str] = &[
     "anyhow::anyhow",
     "anyhow::bail",
     "anyhow::ensure",
-    "chacha20",
+    "chacha20::ChaCha12Rng",
+    "chacha20::ChaCha20Rng",
+    "chacha20::ChaCha8Rng",
     "half::bf16",
     "half::f16",
     "rand::Rng",
@@ -61,7 +104,6 @@ const PATHS: &[&str] = &[
     "rand::seq",
     "serde::Deserialize",
     "serde::Serialize",
-    "tracing::warn",
 ];
 
 /// Modules of `std` and `core` without input, output, time, environment, threads or interior mutability.
@@ -131,7 +173,6 @@ const MACROS: &[&str] = &[
     "unimplemented",
     "unreachable",
     "vec",
-    "warn",
     "write",
     "writeln",
 ];
@@ -158,11 +199,34 @@ const NAMES: &[(&str, &str)] = &[
     ("macro_rules", WORD),
     ("static", WORD),
     ("unsafe", WORD),
+    ("Bytes", FILES),
+    ("download_file_as_bytes", FILES),
+    ("from_file", FILES),
     ("load_file", FILES),
-    ("try_load_file", FILES),
     ("save_file", FILES),
+    ("try_load_file", FILES),
+    ("check_closeness", PRINTS),
     ("set_print_options", STATE),
+    ("BatchNorm", STATE),
+    ("BatchNormConfig", STATE),
+    ("Normalization", STATE),
+    ("NormalizationConfig", STATE),
     ("RunningState", STATE),
+    ("OsRng", SEED),
+    ("SysRng", SEED),
+    ("ThreadRng", SEED),
+    ("deserialize_state", SEED),
+    ("from_entropy", SEED),
+    ("from_os_rng", SEED),
+    ("from_rng", SEED),
+    ("from_seed", SEED),
+    ("make_rng", SEED),
+    ("set_block_pos", SEED),
+    ("set_stream", SEED),
+    ("set_word_pos", SEED),
+    ("thread_rng", SEED),
+    ("try_from_os_rng", SEED),
+    ("try_from_rng", SEED),
     ("HashMap", ORDER),
     ("HashSet", ORDER),
     ("RandomState", ORDER),
@@ -170,27 +234,31 @@ const NAMES: &[(&str, &str)] = &[
 
 /// Methods, and other names behind `.` or `::`, of burn's modules and devices.
 const MEMBERS: &[(&str, &str)] = &[
+    ("load", FILES),
     ("save", FILES),
     ("profile", CLOCK),
     ("profile_with", CLOCK),
     ("performance_stats", CLOCK),
     ("configure", STATE),
-    ("seed", STATE),
+    ("seed", SEED),
     ("capture_scope", STATE),
 ];
 
 /// Keywords that `!(…)` may follow without being a macro.
 const BEFORE_NOT: &[&str] = &["break", "else", "if", "in", "match", "move", "return", "while"];
 
-const PATH: &str = "this path may lead to files, the clock or the environment; hint: use crate::{ops, optim, model, parameters}, burn::{module, nn, tensor}, or what std has for plain values";
+const PATH: &str = "this path may lead to files, the clock or the environment; hint: use crate::{ops, optim, model, parameters}, burn::nn, the parts of burn::module and burn::tensor that compute, or what std has for plain values";
 const FILES: &str = "it reaches files; hint: the program itself writes checkpoints";
+const PRINTS: &str = "it prints; hint: the program itself reports what it measured";
 const CLOCK: &str = "it tells the time; hint: schedules are given the share of the budget that is spent";
 const STATE: &str = "it keeps something from one call to the next; hint: hand values on as arguments and fields";
+const SEED: &str = "random numbers must come from the given seed alone, or another seed could pass for a gain; hint: write seed_from_u64(seed), with the parameter `seed` as it is, outside of macros, and call other values otherwise";
 const ORDER: &str = "its order changes from run to run; hint: use a BTreeMap or a BTreeSet";
 const WORD: &str = "it goes around what the compiler guarantees, or keeps something from one call to the next; hint: write plain functions of tensors";
 const MACRO: &str =
     "it may print, read or define anything; hint: use assert!, ensure!, bail!, format!, vec! and the like";
 const ATTRIBUTE: &str = "it may change what is compiled or linked; hint: leave it out";
+const CONDITION: &str = "what is compiled must be what is read; hint: only cfg(test) is taken";
 const OTHER_FILE: &str = "it takes in another file; hint: write its content here";
 const HIDDEN: &str = "names that start with two underscores are for macros alone; hint: use what they belong to";
 const UNREADABLE: &str = "this is Rust that the check cannot read; hint: write it in a plainer way";
@@ -290,7 +358,8 @@ impl Reader {
     fn scan_names(&mut self, tokens: TokenStream) {
         // The punctuation right before a token.
         let mut marks = String::new();
-        for token in tokens {
+        let mut tokens = tokens.into_iter().peekable();
+        while let Some(token) = tokens.next() {
             match &token {
                 TokenTree::Group(group) => self.scan_names(group.stream()),
                 // 'static is no static.
@@ -300,6 +369,8 @@ impl Reader {
                     let members = if is_member { MEMBERS } else { &[] };
                     if let Some((_, why)) = NAMES.iter().chain(members).find(|(refused, _)| *refused == name) {
                         self.refuse(ident.span(), &name, why);
+                    } else if name == "seed_from_u64" && !tokens.peek().is_some_and(is_the_seed) {
+                        self.refuse(ident.span(), &name, SEED);
                     } else if name.starts_with("__") {
                         self.refuse(ident.span(), &name, HIDDEN);
                     }
@@ -336,7 +407,9 @@ impl Reader {
                     if is_macro && !BEFORE_NOT.contains(&segments[0].as_str()) {
                         self.check_macro(&segments[segments.len() - 1], first.span());
                     }
-                    if segments.len() > 1 {
+                    if segments.iter().any(|name| name == "seed_from_u64") {
+                        self.refuse(first.span(), &segments.join("::"), SEED);
+                    } else if segments.len() > 1 {
                         self.check_path(&segments, first.span());
                     } else if ["use", "mod"].contains(&segments[0].as_str()) {
                         self.refuse(first.span(), &segments[0], MACRO);
@@ -356,6 +429,11 @@ fn is_allowed(segments: &[String]) -> bool {
             segments.len() >= prefix.len() && prefix.iter().zip(segments).all(|(expected, found)| expected == found)
         }),
     }
+}
+
+/// Whether `arguments` are nothing but `seed`.
+fn is_the_seed(arguments: &TokenTree) -> bool {
+    matches!(arguments, TokenTree::Group(group) if group.stream().to_string() == "seed")
 }
 
 /// `name` without the mark of raw names.
@@ -393,6 +471,9 @@ impl Reader {
             UseTree::Group(group) => group.items.iter().for_each(|tree| self.check_use(tree, before)),
             UseTree::Glob(glob) => self.check_path(before, glob.star_token.spans[0]),
             UseTree::Name(syn::UseName { ident }) | UseTree::Rename(syn::UseRename { ident, .. }) => {
+                if matches!(tree, UseTree::Rename(rename) if text(&rename.rename) == "seed") {
+                    self.refuse(ident.span(), "seed", SEED);
+                }
                 if depth == 0 || ident != "self" {
                     before.push(text(ident));
                 }
@@ -416,6 +497,32 @@ impl<'ast> Visit<'ast> for Reader {
     fn visit_item_use(&mut self, item: &'ast ItemUse) {
         item.attrs.iter().for_each(|attribute| self.visit_attribute(attribute));
         self.check_use(&item.tree, &mut Vec::new());
+    }
+
+    /// A parameter may be called `seed`, if it is not changed.
+    fn visit_fn_arg(&mut self, argument: &'ast FnArg) {
+        match argument {
+            FnArg::Typed(PatType { pat, ty, .. }) if matches!(&**pat, Pat::Ident(PatIdent { ident, mutability: None, .. }) if text(ident) == "seed") =>
+            {
+                self.visit_type(ty);
+            }
+            _ => visit::visit_fn_arg(self, argument),
+        }
+    }
+
+    /// Nothing else may: it could hide the parameter.
+    fn visit_pat_ident(&mut self, pattern: &'ast PatIdent) {
+        if text(&pattern.ident) == "seed" {
+            self.refuse(pattern.ident.span(), "seed", SEED);
+        }
+        visit::visit_pat_ident(self, pattern);
+    }
+
+    fn visit_item_const(&mut self, item: &'ast ItemConst) {
+        if text(&item.ident) == "seed" {
+            self.refuse(item.ident.span(), "seed", SEED);
+        }
+        visit::visit_item_const(self, item);
     }
 
     fn visit_item_mod(&mut self, item: &'ast ItemMod) {
@@ -447,6 +554,9 @@ impl<'ast> Visit<'ast> for Reader {
             _ if !ATTRIBUTES.contains(&name.as_str()) => {
                 let segments: Vec<String> = path.segments.iter().map(|segment| text(&segment.ident)).collect();
                 self.refuse(attribute.pound_token.span, &format!("#[{}]", segments.join("::")), ATTRIBUTE);
+            }
+            Meta::List(list) if name == "cfg" && list.tokens.to_string() != "test" => {
+                self.refuse(attribute.pound_token.span, &format!("#[cfg({})]", list.tokens), CONDITION);
             }
             // Lints have paths of their own.
             Meta::List(_) if ["allow", "expect"].contains(&name.as_str()) => {}
@@ -498,7 +608,7 @@ mod tests {
             ),
             (
                 "    lm_head: Linear,\n    resid",
-                "    lm_head: Linear,\n    norm: burn::nn::LayerNorm,\n    v_lambdas: Param<Tensor<1>>,\n    resid",
+                "    lm_head: Linear,\n    rank: [burn::tensor::Slice; 2],\n    norm: burn::nn::LayerNorm,\n    v_lambdas: Param<Tensor<1>>,\n    resid",
             ),
             (
                 "const SOFTCAP: f64 = 15.0;",
@@ -518,7 +628,7 @@ mod tests {
             ),
             (
                 "        let [_, t] = tokens.dims();\n",
-                "        let [_, t] = tokens.dims();\n        let (profile, seed) = (1, 2); for i in 0..seed { let p = Schedule { profile: profile, seed: i }; }\n",
+                "        let [_, t] = tokens.dims();\n        let (profile, load) = (1, 2); for i in 0..load { let p = Schedule { profile: profile, seed: i }; }\n",
             ),
         ];
         for (old, new) in edits {
@@ -543,11 +653,40 @@ mod tests {
             ("use crate::data::prepared::Prepared;", "crate::data::prepared::Prepared"),
             ("use crate::config::Config;", "crate::config::Config"),
             ("use crate::{ops::{self as o}, train};", "crate::train"),
-            ("fn a() { let _ = crate::tokenizer::Tokenizer::load; }", "crate::tokenizer::Tokenizer::load"),
+            ("fn a() { let _ = crate::tokenizer::Tokenizer::default; }", "crate::tokenizer::Tokenizer::default"),
             ("use burn::store::ModuleRecord;", "burn::store::ModuleRecord"),
             ("use burn::prelude::*;", "burn::prelude"),
             ("use burn::Tensor as T;", "burn::Tensor"),
+            ("fn a() { burn::tensor::Bytes::from_file(\"x\", 0, 1); }", "Bytes"),
+            ("fn a(data: TensorData) { let mut it = data.into_bytes(); it = from_file(\"x\", 0, 1); }", "from_file"),
+            ("use burn::tensor::*;", "burn::tensor"),
+            ("use burn::tensor as t;", "burn::tensor"),
+            ("fn a() { burn::tensor::try_read_sync(x); }", "burn::tensor::try_read_sync"),
+            ("use burn::tensor::{self, Shape};", "burn::tensor"),
+            ("use burn::module::*;", "burn::module"),
+            ("fn a(x: Tensor<2>) { burn::tensor::check_closeness(&x, &x); }", "check_closeness"),
+            ("fn a(config: burn::nn::LinearConfig) { config.save(\"x\"); }", "save"),
+            ("use burn::nn::{Linear, BatchNorm};", "BatchNorm"),
             ("use rand::rng;", "rand::rng"),
+            // Seeds that are not the given one.
+            ("fn a() { ChaCha8Rng::seed_from_u64(7); }", "seed_from_u64"),
+            ("fn a(seed: u64) { ChaCha8Rng::seed_from_u64(seed + 1); }", "seed_from_u64"),
+            ("fn a(seed: u64) { ChaCha8Rng::seed_from_u64({ seed ^ 1 }); }", "seed_from_u64"),
+            ("fn a() { let a = [7].map(ChaCha8Rng::seed_from_u64); }", "seed_from_u64"),
+            ("fn a(seed: u64) { let seed = seed + 1; ChaCha8Rng::seed_from_u64(seed); }", "seed"),
+            ("fn a(mut seed: u64) { seed = 7; ChaCha8Rng::seed_from_u64(seed); }", "seed"),
+            ("fn a() { [7].map(|seed| ChaCha8Rng::seed_from_u64(seed)); }", "seed"),
+            ("fn a() { for (seed, _) in [(7, 8)] { ChaCha8Rng::seed_from_u64(seed); } }", "seed"),
+            ("const seed: u64 = 7;", "seed"),
+            ("use self::SOFTCAP as seed;", "seed"),
+            ("fn a() { vec![{ let seed = 7; ChaCha8Rng::seed_from_u64(seed) }]; }", "ChaCha8Rng::seed_from_u64"),
+            ("fn a() { ChaCha8Rng::from_seed([7; 32]); }", "from_seed"),
+            ("fn a(mut b: ChaCha8Rng) { ChaCha8Rng::from_rng(&mut b); }", "from_rng"),
+            ("fn a(mut b: ChaCha8Rng) { b.set_stream(7); }", "set_stream"),
+            ("fn a(device: Device) { device.seed(7); }", "seed"),
+            ("fn a() { rand::random::<u8>(); }", "rand::random"),
+            ("use rand::rngs::ThreadRng;", "ThreadRng"),
+            ("use chacha20::rand_core;", "chacha20::rand_core"),
             // Other names for the same.
             ("use std as s;", "std"),
             ("use {std as s};", "std"),
@@ -588,6 +727,8 @@ mod tests {
             ("macro_rules! a { () => { std::fs } }", "macro_rules"),
             ("fn a() { println!(\"val_bpb: 0\"); }", "println!"),
             ("fn a() { std::println!(\"\"); }", "println!"),
+            ("fn a() { tracing::warn!(\"\\nval_bpb: 0\"); }", "warn!"),
+            ("use tracing::warn;", "tracing::warn"),
             ("const A: &str = include_str!(\"x\");", "include_str!"),
             ("fn a() -> Option<&'static str> { option_env!(\"HOME\") }", "option_env!"),
             ("fn a() { assert!(std::fs::exists(\"x\").unwrap()); }", "std::fs::exists"),
@@ -600,6 +741,8 @@ mod tests {
             ("#[unsafe(no_mangle)] fn a() {}", "#[unsafe]"),
             ("#[export_name = \"main\"] fn a() {}", "#[export_name]"),
             ("#[cfg_attr(all(), path = \"x.rs\")] mod a {}", "#[cfg_attr]"),
+            ("#[cfg(not(test))] fn a() {}", "#[cfg(not (test))]"),
+            ("#[cfg(feature = \"tch\")] fn a() {}", "#[cfg(feature = \"tch\")]"),
             ("#[derive(tracing::Nothing)] struct A;", "tracing::Nothing"),
             ("#[derive(Deserialize)] struct A { #[serde(default = \"std::process::id\")] a: u32 }", "std::process::id"),
             ("#[doc = include_str!(\"x\")] struct A;", "include_str!"),
