@@ -226,7 +226,7 @@ mod tests {
     #[test]
     fn only_code_0_with_a_whole_summary_and_a_number_is_a_result() {
         let summary = Left::new(How::Exited(0)).summary(Some(0.8)).classify().unwrap();
-        assert_eq!((summary.val_bpb, summary.num_steps, summary.mfu_percent), (0.8, 9, None));
+        assert_eq!((summary.val_bpb, summary.num_steps, summary.mfu_percent), (0.8, 953, None));
         Left::new(How::Exited(0)).is(CrashKind::Error);
         Left::new(How::Exited(0)).with("summary.json", "{\"val_bpb\": 0.8").is(CrashKind::Error);
         Left::new(How::Exited(0)).with("summary.json", "{\"val_bpb\": 0.8}").is(CrashKind::Error);
