@@ -301,7 +301,8 @@ impl<'a> Experiment<'a> {
         let commit = match journal.kind {
             Kind::Baseline => head,
             Kind::Retry => {
-                let commit = journal.commit.clone().context("a retry knows its commit")?;
+                let commit = journal.commit.clone();
+                let commit = commit.context("retry: it was cut off before it had begun; hint: `retry` again")?;
                 repository.set_reference(&self.study.branch_reference(), &commit, None, "autoresearch: retry")?;
                 repository.restore(&commit, &EDITABLE)?;
                 commit
