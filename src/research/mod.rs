@@ -15,6 +15,7 @@
 //! - [`noise`] measures how far equal runs differ.
 //! - [`overview`] shows where a branch stands.
 //! - [`process`] runs and ends other programs.
+//! - `run_folders` makes room for runs.
 //! - `report` prints an experiment's outcome.
 //! - [`source_check`] refuses edits that reach beyond the model.
 //! - [`start`] begins a branch of experiments, [`study`] is one, [`undo`] takes the last step back.
@@ -37,6 +38,7 @@ pub mod noise;
 pub mod overview;
 pub mod process;
 mod report;
+mod run_folders;
 pub mod source_check;
 pub mod start;
 mod state;
