@@ -6,14 +6,17 @@ use crate::config::Config;
 use crate::data::command::{command, prepare_command};
 use crate::data::manifest::Manifest;
 use crate::data::prepare::{DEFAULT_VOCAB_SIZE, PrepareOptions, prepare};
+use crate::device::compute_type::{ComputeType, type_name};
+use crate::device::list::devices;
+#[cfg(feature = "wgpu")]
+use crate::device::wgpu::trial;
 use crate::device::{ComputeDevice, DEVICE_NAMES};
 use crate::output::say;
 use crate::run::{self, Conditions, Record, RunPlace, Watchdog};
 use crate::sample::Sampling;
 use crate::verify::{self, Finding, Goldens};
 use anyhow::{Result, bail, ensure};
-use burn::tensor::FloatDType;
-use clap::{Args, Parser, Subcommand, ValueEnum};
+use clap::{Args, Parser, Subcommand};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -49,6 +52,12 @@ enum Command {
     Sample(SampleArgs),
     /// Check this build, on a device, against golden values.
     Verify(VerifyArgs),
+    /// List what `--device` can name on this machine.
+    Devices,
+    /// Try whether an adapter computes what it should, and print the type it multiplies matrices in.
+    #[cfg(feature = "wgpu")]
+    #[command(hide = true)]
+    Trial(TrialArgs),
     /// Make a branch for experiments and measure its baseline.
     Start(research::StartArgs),
     /// Measure the edit in the work tree: commit, build, train, keep or take back.
@@ -130,6 +139,9 @@ struct ConditionArgs {
     #[doc = "Where to compute."]
     #[arg(long, value_name = "NAME", help = format!("Where to compute: {DEVICE_NAMES} [default: the configuration's]"))]
     device: Option<String>,
+    /// In which type to multiply matrices [default: the configuration's].
+    #[arg(long, value_name = "TYPE")]
+    compute_type: Option<ComputeType>,
     /// Data set's name or folder [default: the configuration's].
     #[arg(long, value_name = "NAME|DIR")]
     dataset: Option<String>,
@@ -159,6 +171,7 @@ impl ConditionArgs {
             }
         }
         replace(&mut config.device, &self.device);
+        replace(&mut config.compute_type, &self.compute_type);
         replace(&mut config.dataset, &self.dataset);
         replace(&mut config.vocab_size, &self.vocab_size);
         config.kill_limit_seconds = self.kill_limit.or_else(|| self.raised_kill_limit(config));
@@ -175,6 +188,7 @@ impl ConditionArgs {
         });
         let flags = [
             ("--device", self.device.clone()),
+            ("--compute-type", self.compute_type.map(|value| value.to_string())),
             ("--dataset", dataset.transpose()?),
             ("--vocab-size", self.vocab_size.map(|value| value.to_string())),
             ("--time-budget", self.time_budget.map(|value| value.to_string())),
@@ -202,6 +216,9 @@ struct EvalArgs {
     eval_tokens: Option<usize>,
     #[arg(long, value_name = "NAME", help = format!("Where to compute: {DEVICE_NAMES} [default: as in the run]"))]
     device: Option<String>,
+    /// In which type to multiply matrices [default: as in the run].
+    #[arg(long, value_name = "TYPE")]
+    compute_type: Option<ComputeType>,
     #[command(flatten)]
     cache: CacheArgs,
 }
@@ -240,25 +257,18 @@ struct VerifyArgs {
     corpus: Option<PathBuf>,
     #[arg(long, value_name = "NAME", default_value = "auto", help = format!("Where to compute: {DEVICE_NAMES}"))]
     device: String,
-    /// Type of embeddings, activations and matrix products; the goldens are float32, bfloat16 has wider tolerances.
+    /// In which type to multiply matrices; the goldens are float32, the others have wider tolerances.
     #[arg(long, value_name = "TYPE", default_value = "float32")]
     compute_type: ComputeType,
 }
 
-/// Types of matrix products, as PyTorch names them.
-#[derive(Clone, Copy, Debug, ValueEnum)]
-enum ComputeType {
-    Float32,
-    Bfloat16,
-}
-
-impl From<ComputeType> for FloatDType {
-    fn from(compute_type: ComputeType) -> Self {
-        match compute_type {
-            ComputeType::Float32 => Self::F32,
-            ComputeType::Bfloat16 => Self::BF16,
-        }
-    }
+#[cfg(feature = "wgpu")]
+#[derive(Debug, Args)]
+struct TrialArgs {
+    #[arg(long)]
+    device: String,
+    #[arg(long)]
+    compute_type: ComputeType,
 }
 
 impl Cli {
@@ -267,6 +277,10 @@ impl Cli {
     /// # Errors
     /// If it cannot be done; the message is one line and ends with a hint.
     pub fn run(self) -> Result<()> {
+        #[cfg(feature = "wgpu")]
+        if !matches!(self.command, Command::Trial(_)) {
+            trial::use_program(std::env::current_exe()?);
+        }
         match self.command {
             Command::Quickstart(args) => quickstart(args.cache_dir.as_deref()),
             Command::Prepare(args) => prepare_dataset(args),
@@ -274,6 +288,17 @@ impl Cli {
             Command::Eval(args) => evaluate(&args),
             Command::Sample(args) => sample(&args),
             Command::Verify(args) => verify_goldens(&args),
+            Command::Devices => {
+                devices().iter().for_each(say);
+                Ok(())
+            }
+            #[cfg(feature = "wgpu")]
+            Command::Trial(args) => {
+                let compute = ComputeDevice::select(&args.device, args.compute_type)?;
+                trial::run(&compute)?;
+                say(type_name(compute.product_type));
+                Ok(())
+            }
             Command::Start(args) => research::start_branch(&args),
             Command::Experiment(args) => research::experiment(&args),
             Command::Retry(args) => research::retry(&args),
@@ -309,7 +334,7 @@ fn quickstart(cache_dir: Option<&Path>) -> Result<()> {
     })?;
     let prompt = "Once upon a time";
     say(format_args!("---\nA sample after \"{prompt}\":"));
-    let text = run::sample(&run, None, prompt, &Sampling::default())?;
+    let text = run::sample(&run, run::Place::default(), prompt, &Sampling::default())?;
     say(format_args!("{prompt}{text}"));
     let train = command(&["train", "--config", "configs/cpu.toml"], cache_dir);
     let more = command(&["sample", "--checkpoint", &run.to_string_lossy(), "--prompt", "The end of"], None);
@@ -350,7 +375,7 @@ fn prepare_dataset(args: PrepareArgs) -> Result<()> {
 fn configuration(path: Option<&Path>, device: Option<&str>) -> Result<(Config, String)> {
     match path {
         Some(path) => Ok((Config::read(path)?, path.display().to_string())),
-        None => built_in_configuration(ComputeDevice::select(device.unwrap_or("auto"))?.is_cpu),
+        None => built_in_configuration(ComputeDevice::select(device.unwrap_or("auto"), ComputeType::Auto)?.is_cpu),
     }
 }
 
@@ -425,8 +450,8 @@ fn watch(config: &Config, record: &Record) -> Option<Watchdog> {
 
 fn evaluate(args: &EvalArgs) -> Result<()> {
     let cache_dir = args.cache.cache_dir.as_deref();
-    let device = args.device.as_deref();
-    run::evaluate(&args.checkpoint, device, cache_dir, args.eval_tokens)
+    let place = run::Place { device: args.device.as_deref(), compute_type: args.compute_type };
+    run::evaluate(&args.checkpoint, place, cache_dir, args.eval_tokens)
 }
 
 fn sample(args: &SampleArgs) -> Result<()> {
@@ -437,14 +462,14 @@ fn sample(args: &SampleArgs) -> Result<()> {
     );
     ensure!(top_k > 0, "--top-k: expected at least 1, found 0; hint: 1 always takes the likeliest token");
     let sampling = Sampling { tokens, temperature, top_k, seed };
-    let text = run::sample(&args.checkpoint, args.device.as_deref(), &args.prompt, &sampling)?;
+    let text = run::sample(&args.checkpoint, run::Place { device: args.device.as_deref(), compute_type: None }, &args.prompt, &sampling)?;
     say(format_args!("{}{text}", args.prompt));
     Ok(())
 }
 
 fn verify_goldens(args: &VerifyArgs) -> Result<()> {
-    let device = ComputeDevice::select(&args.device)?;
-    say(format_args!("device: {}", device.name));
+    let compute = ComputeDevice::select(&args.device, args.compute_type)?;
+    say(format_args!("device: {}, {}", compute.name, compute.types()));
     let built_in;
     let folder = match &args.golden {
         Some(folder) => folder.clone(),
@@ -453,8 +478,8 @@ fn verify_goldens(args: &VerifyArgs) -> Result<()> {
             built_in.path().to_path_buf()
         }
     };
-    let compute_type = args.compute_type.into();
-    let goldens = Goldens { folder, corpus: args.corpus.clone(), device: device.device, compute_type };
+    let ComputeDevice { device, compute_type, product_type, .. } = compute;
+    let goldens = Goldens { folder, corpus: args.corpus.clone(), device, compute_type, product_type };
     let (mut passed, mut failed, mut first_unusable) = (0, 0, None);
     goldens.verify(|finding| match finding {
         Finding::Compared(check) => {

@@ -3,6 +3,7 @@
 //! What keeps runs comparable is here (budget, data, vocabulary, context, evaluation, seed, device); what an experiment
 //! may turn is in `src/model.rs`.
 
+use crate::device::compute_type::ComputeType;
 use anyhow::{Result, anyhow, bail};
 use serde::{Deserialize, Serialize};
 use std::path::Path;
@@ -30,6 +31,10 @@ pub struct Config {
     pub profile: Profile,
     /// Where to compute: `auto` or a name that `autoresearch train --help` lists.
     pub device: String,
+    /// In which type it multiplies matrices: `auto`, `float32`, `bfloat16` or `float16`. Runs from before the choice took what
+    /// is now `auto`.
+    #[serde(default)]
+    pub compute_type: ComputeType,
     /// Name of a data set in `data/`, or a folder.
     pub dataset: String,
     /// Token ids, special tokens included.

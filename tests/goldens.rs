@@ -27,7 +27,7 @@ fn verify_on(
     folder: &Path,
     corpus: Option<PathBuf>,
 ) -> (Vec<Check>, Vec<String>) {
-    let goldens = Goldens { folder: folder.to_path_buf(), corpus, device, compute_type };
+    let goldens = Goldens { folder: folder.to_path_buf(), corpus, device, compute_type, product_type: compute_type };
     let (mut checks, mut left_out) = (Vec::new(), Vec::new());
     let report = |finding| match finding {
         Finding::Compared(check) => checks.push(check),
@@ -122,7 +122,7 @@ fn a_bf16_model_that_lacks_a_factor_fails_in_bf16() {
 
 #[test]
 fn a_compute_type_without_tolerances_is_refused() {
-    let goldens = Goldens { folder: shipped(), corpus: None, device: cpus().remove(0), compute_type: FloatDType::F16 };
+    let goldens = Goldens { folder: shipped(), corpus: None, device: cpus().remove(0), compute_type: FloatDType::F64, product_type: FloatDType::F64 };
     let message = goldens.verify(|_| ()).unwrap_err().to_string();
     assert!(message.contains("F16") && message.contains("; hint: "), "{message}");
 }

@@ -70,6 +70,7 @@ impl Cuda {
                 name,
                 architecture: Some(format!("sm_{}{}", capability[0], capability[1])),
                 memory: GpuMemory { by_driver: Some(bytes as u64), by_kernel: None },
+                through: "libtorch".to_owned(),
             })
         }
     }
@@ -104,6 +105,7 @@ fn amd_facts_by(hip: &Library, index: c_int, kfd_nodes: &Path, pci_devices: &Pat
         name: if name.is_empty() { "AMD GPU".to_owned() } else { name },
         architecture: amd_sysfs::architecture(kfd_nodes, &address),
         memory: GpuMemory { by_driver: Some(bytes as u64), by_kernel: amd_sysfs::memory(pci_devices, &address) },
+        through: "libtorch".to_owned(),
     })
 }
 

@@ -4,6 +4,7 @@ use super::diagnosis::{Cause, Maker, diagnose};
 use super::driver::{Cuda, amd_facts};
 use super::facts::{GpuFacts, GpuMemory, computes_in_bf16};
 use super::observation::observe;
+use super::compute_type::ComputeType;
 use super::{ComputeDevice, MemoryCounter, cpu_device};
 use anyhow::{Result, bail};
 use burn::backend::LibTorchDevice;
@@ -29,15 +30,32 @@ pub struct Unusable {
 }
 
 /// The CPU.
-pub fn cpu() -> ComputeDevice {
-    cpu_device(Device::new(LibTorchDevice::Cpu), "cpu (libtorch)".to_owned())
+///
+/// # Errors
+/// If `compute_type` is none of libtorch's.
+pub fn cpu(compute_type: ComputeType) -> Result<ComputeDevice> {
+    let dtype = dtype(compute_type, FloatDType::F32)?;
+    Ok(cpu_device(Device::new(LibTorchDevice::Cpu), "cpu (libtorch)".to_owned(), dtype))
+}
+
+/// The type that is asked for; `usual` if none is.
+fn dtype(compute_type: ComputeType, usual: FloatDType) -> Result<FloatDType> {
+    match compute_type {
+        ComputeType::Auto => Ok(usual),
+        ComputeType::Float32 => Ok(FloatDType::F32),
+        ComputeType::Bfloat16 => Ok(FloatDType::BF16),
+        ComputeType::Float16 => bail!(
+            "--compute-type float16: expected float32 or bfloat16 for --device libtorch; hint: float16 is for wgpu, on GPUs without bfloat16"
+        ),
+    }
 }
 
 /// The GPU of number `index`, from 0; messages call it `--device NAME`.
 ///
 /// # Errors
 /// [`Unusable`] if it is not there or cannot compute.
-pub fn gpu(index: usize, name: &str) -> Result<ComputeDevice> {
+pub fn gpu(index: usize, name: &str, compute_type: ComputeType) -> Result<ComputeDevice> {
+    let dtype = dtype(compute_type, FloatDType::BF16)?;
     let (count, warnings) = count_gpus()?;
     let unusable = |cause, has_gpu| Unusable { device: name.to_owned(), cause, has_gpu };
     if index >= count {
@@ -48,7 +66,7 @@ pub fn gpu(index: usize, name: &str) -> Result<ComputeDevice> {
         Ok(facts) => facts,
         Err(error) => {
             tracing::warn!("the driver says nothing of GPU {index} ({error:#}); hint: everything else works without");
-            GpuFacts { name: format!("GPU {index}"), architecture: None, memory: GpuMemory::default() }
+            GpuFacts { name: format!("GPU {index}"), architecture: None, memory: GpuMemory::default(), through: "libtorch".to_owned() }
         }
     };
     if facts.architecture.as_ref().is_some_and(|architecture| !computes_in_bf16(architecture)) {
@@ -61,7 +79,8 @@ pub fn gpu(index: usize, name: &str) -> Result<ComputeDevice> {
     Ok(ComputeDevice {
         device: Device::new(LibTorchDevice::Cuda(index)),
         name: facts.to_string(),
-        compute_type: FloatDType::BF16,
+        compute_type: dtype,
+        product_type: dtype,
         is_cpu: false,
         gpu: Some(facts),
         memory: MemoryCounter::LibtorchGpu(index),
@@ -163,7 +182,7 @@ mod tests {
             let error = first_sum(0).unwrap_err();
             assert!(!error.is_empty() && !error.contains('\n'), "{error}");
         }
-        let refused = gpu(4096, "libtorch:4096").unwrap_err();
+        let refused = gpu(4096, "libtorch:4096", ComputeType::Auto).unwrap_err();
         assert!(refused.is::<Unusable>() && refused.to_string().contains("--device libtorch:4096"), "{refused}");
     }
 }

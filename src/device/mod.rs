@@ -1,11 +1,14 @@
 //! Where to compute: the backends that are compiled in, the choice among them, and what is known of the hardware.
 //!
-//! - [`facts`] describes a GPU, [`peak`] knows how fast it can be.
+//! - [`facts`] describes a GPU, [`peak`] knows how fast it can be, [`compute_type`] names the types to compute in, [`list`]
+//!   tells what there is.
+//! - With the feature `wgpu`: `wgpu` takes GPUs through Vulkan, Metal and DX12.
 //! - With the feature `tch`: `libtorch` takes GPUs through libtorch, `driver` and `amd_sysfs` ask about them,
 //!   `observation` and `diagnosis` find out why one cannot be used, `environment` corrects what ROCm reads when it starts.
 
 #[cfg(feature = "tch")]
 mod amd_sysfs;
+pub mod compute_type;
 #[cfg(feature = "tch")]
 pub mod diagnosis;
 #[cfg(feature = "tch")]
@@ -15,19 +18,23 @@ pub mod environment;
 pub mod facts;
 #[cfg(feature = "tch")]
 mod libtorch;
+pub mod list;
 #[cfg(feature = "tch")]
 mod observation;
 pub mod peak;
+#[cfg(feature = "wgpu")]
+pub mod wgpu;
 
 use anyhow::{Result, bail};
 use burn::tensor::{Device, FloatDType};
+use compute_type::{ComputeType, type_name};
 use facts::GpuFacts;
 use std::collections::BTreeSet;
 use std::sync::Mutex;
 
 /// What `--device` takes, for help texts and messages.
 pub const DEVICE_NAMES: &str =
-    "auto, cpu, libtorch (the first GPU), libtorch:N (GPU number N, from 0), libtorch:cpu, wgpu, vulkan";
+    "auto, cpu, libtorch (the first GPU), libtorch:N (GPU number N, from 0), libtorch:cpu, wgpu (the best adapter), wgpu:N";
 
 /// A device to compute on.
 #[derive(Clone, Debug)]
@@ -36,8 +43,10 @@ pub struct ComputeDevice {
     pub device: Device,
     /// What it is, for people.
     pub name: String,
-    /// Type of embeddings, activations and matrix products.
+    /// Type of embeddings and activations.
     pub compute_type: FloatDType,
+    /// Type in which matrices are multiplied.
+    pub product_type: FloatDType,
     /// Whether this is a CPU: the right hyperparameter profile is then `cpu`.
     pub is_cpu: bool,
     /// What is known of it if it is a GPU.
@@ -47,13 +56,16 @@ pub struct ComputeDevice {
 }
 
 /// Who counts a device's memory.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 enum MemoryCounter {
     /// The operating system, for the whole process.
     Process,
     /// libtorch's allocator for the GPU of this number.
     #[cfg(feature = "tch")]
     LibtorchGpu(usize),
+    /// The pools that CubeCL takes a device's memory through.
+    #[cfg(feature = "wgpu")]
+    Pools(wgpu::Pools),
 }
 
 impl ComputeDevice {
@@ -61,17 +73,18 @@ impl ComputeDevice {
     ///
     /// # Errors
     /// If the name is unknown, its backend is not compiled into this program, or its hardware cannot be used.
-    pub fn select(name: &str) -> Result<Self> {
+    pub fn select(name: &str, compute_type: ComputeType) -> Result<Self> {
+        let numbered = |kind: &str| name.strip_prefix(kind)?.strip_prefix(':')?.parse::<usize>().ok();
         match name {
-            "auto" => Self::fastest(),
-            "cpu" => cpu(),
-            "libtorch" => libtorch_gpu(0, name),
-            "libtorch:cpu" => libtorch_cpu(),
-            "wgpu" => wgpu(),
-            "vulkan" => vulkan(),
-            _ => match name.strip_prefix("libtorch:").and_then(|number| number.parse().ok()) {
-                Some(number) => libtorch_gpu(number, name),
-                None => bail!(
+            "auto" => Self::fastest(compute_type),
+            "cpu" => cpu(compute_type),
+            "libtorch" => libtorch_gpu(0, name, compute_type),
+            "libtorch:cpu" => libtorch_cpu(compute_type),
+            "wgpu" => wgpu_adapter(0, name, compute_type),
+            _ => match (numbered("libtorch"), numbered("wgpu")) {
+                (Some(number), _) => libtorch_gpu(number, name, compute_type),
+                (_, Some(number)) => wgpu_adapter(number, name, compute_type),
+                _ => bail!(
                     "--device: expected one of {DEVICE_NAMES}, found '{name}'; hint: 'auto' takes the fastest there is"
                 ),
             },
@@ -79,20 +92,22 @@ impl ComputeDevice {
     }
 
     /// The fastest device whose backend is compiled in and whose hardware is there.
-    fn fastest() -> Result<Self> {
+    fn fastest(compute_type: ComputeType) -> Result<Self> {
         let compiled_in = |feature: bool, name: &'static str| feature.then_some(name);
         let candidates = [
             compiled_in(cfg!(feature = "tch"), "libtorch"),
-            compiled_in(cfg!(feature = "wgpu"), "wgpu"),
+            compiled_in(has_wgpu_gpu(), "wgpu"),
             compiled_in(cfg!(feature = "flex"), "cpu"),
             compiled_in(cfg!(feature = "tch"), "libtorch:cpu"),
+            // What is left is a software adapter: slower than any of the above.
+            compiled_in(cfg!(feature = "wgpu"), "wgpu"),
         ];
-        let fastest =
-            candidates.into_iter().flatten().find_map(|name| Self::select(name).inspect_err(say_why_not_used).ok());
+        let usable = |name| Self::select(name, compute_type).inspect_err(say_why_not_used).ok();
+        let fastest = candidates.into_iter().flatten().find_map(usable);
         match fastest {
             Some(device) => Ok(device),
             None => bail!(
-                "--device auto: no backend is compiled in; hint: build with the default features, or `--features flex`"
+                "--device auto: no device can be used of those whose backend is compiled in; hint: build with the default features, or `--features flex`"
             ),
         }
     }
@@ -115,15 +130,25 @@ impl ComputeDevice {
         Ok(flops)
     }
 
+    /// The types that it computes in, as PyTorch names them.
+    pub fn types(&self) -> String {
+        match self.compute_type == self.product_type {
+            true => type_name(self.compute_type),
+            false => format!("{}, products in {}", type_name(self.compute_type), type_name(self.product_type)),
+        }
+    }
+
     /// Largest amount of memory that was taken so far, in MiB; none where nobody tells.
     ///
     /// On a GPU this is what tensors took of the GPU's memory, on a CPU what the process did.
     pub fn peak_memory_mib(&self) -> Option<f64> {
-        match self.memory {
+        match &self.memory {
             MemoryCounter::Process => peak_host_memory_mib(),
+            #[cfg(feature = "wgpu")]
+            MemoryCounter::Pools(pools) => pools.peak_mib(),
             #[cfg(feature = "tch")]
             MemoryCounter::LibtorchGpu(index) => {
-                libtorch::peak_memory_mib(index).inspect_err(|error| tracing::warn!("peak_vram_mb: {error}")).ok()
+                libtorch::peak_memory_mib(*index).inspect_err(|error| tracing::warn!("peak_vram_mb: {error}")).ok()
             }
         }
     }
@@ -153,11 +178,12 @@ fn peak_host_memory_mib() -> Option<f64> {
 
 /// A CPU by `device`, called `name`.
 #[cfg(any(feature = "flex", feature = "tch"))]
-fn cpu_device(device: Device, name: String) -> ComputeDevice {
+fn cpu_device(device: Device, name: String, dtype: FloatDType) -> ComputeDevice {
     ComputeDevice {
         device,
         name,
-        compute_type: FloatDType::F32,
+        compute_type: dtype,
+        product_type: dtype,
         is_cpu: true,
         gpu: None,
         memory: MemoryCounter::Process,
@@ -165,56 +191,61 @@ fn cpu_device(device: Device, name: String) -> ComputeDevice {
 }
 
 #[cfg(feature = "flex")]
-fn cpu() -> Result<ComputeDevice> {
+fn cpu(compute_type: ComputeType) -> Result<ComputeDevice> {
+    if !matches!(compute_type, ComputeType::Auto | ComputeType::Float32) {
+        bail!("--compute-type {compute_type}: expected float32 for --device cpu; hint: GPUs and libtorch:cpu have others");
+    }
     let threads = std::thread::available_parallelism().map_or(1, |threads| threads.get());
-    Ok(cpu_device(Device::flex(), format!("cpu ({threads} threads, burn-flex)")))
+    Ok(cpu_device(Device::flex(), format!("cpu ({threads} threads, burn-flex)"), FloatDType::F32))
 }
 
 #[cfg(not(feature = "flex"))]
-fn cpu() -> Result<ComputeDevice> {
+fn cpu(_compute_type: ComputeType) -> Result<ComputeDevice> {
     not_compiled_in("cpu", "flex")
 }
 
 #[cfg(feature = "tch")]
-fn libtorch_cpu() -> Result<ComputeDevice> {
-    Ok(libtorch::cpu())
+fn libtorch_cpu(compute_type: ComputeType) -> Result<ComputeDevice> {
+    libtorch::cpu(compute_type)
 }
 
 #[cfg(not(feature = "tch"))]
-fn libtorch_cpu() -> Result<ComputeDevice> {
+fn libtorch_cpu(_compute_type: ComputeType) -> Result<ComputeDevice> {
     not_compiled_in("libtorch:cpu", "tch")
 }
 
 #[cfg(feature = "tch")]
-fn libtorch_gpu(number: usize, name: &str) -> Result<ComputeDevice> {
-    libtorch::gpu(number, name)
+fn libtorch_gpu(number: usize, name: &str, compute_type: ComputeType) -> Result<ComputeDevice> {
+    libtorch::gpu(number, name, compute_type)
 }
 
 #[cfg(not(feature = "tch"))]
-fn libtorch_gpu(_number: usize, name: &str) -> Result<ComputeDevice> {
+fn libtorch_gpu(_number: usize, name: &str, _compute_type: ComputeType) -> Result<ComputeDevice> {
     not_compiled_in(name, "tch")
 }
 
 #[cfg(feature = "wgpu")]
-fn wgpu() -> Result<ComputeDevice> {
-    bail!("--device wgpu: GPUs through wgpu are not supported yet; hint: `--device cpu` is")
+fn wgpu_adapter(number: usize, name: &str, compute_type: ComputeType) -> Result<ComputeDevice> {
+    wgpu::device(number, name, compute_type)
 }
 
 #[cfg(not(feature = "wgpu"))]
-fn wgpu() -> Result<ComputeDevice> {
-    not_compiled_in("wgpu", "wgpu")
+fn wgpu_adapter(_number: usize, name: &str, _compute_type: ComputeType) -> Result<ComputeDevice> {
+    not_compiled_in(name, "wgpu")
 }
 
-#[cfg(feature = "vulkan")]
-fn vulkan() -> Result<ComputeDevice> {
-    bail!("--device vulkan: GPUs through Vulkan are not supported yet; hint: `--device cpu` is")
+/// Whether wgpu sees a GPU that is one.
+#[cfg(feature = "wgpu")]
+fn has_wgpu_gpu() -> bool {
+    wgpu::adapters().first().is_some_and(|adapter| adapter.kind != wgpu::AdapterKind::Software)
 }
 
-#[cfg(not(feature = "vulkan"))]
-fn vulkan() -> Result<ComputeDevice> {
-    not_compiled_in("vulkan", "vulkan")
+#[cfg(not(feature = "wgpu"))]
+fn has_wgpu_gpu() -> bool {
+    false
 }
 
+#[cfg(not(all(feature = "flex", feature = "tch", feature = "wgpu")))]
 fn not_compiled_in(device: &str, feature: &str) -> Result<ComputeDevice> {
     bail!(
         "--device {device}: this program was built without the backend for it; hint: build with `--features {feature}`, or use another of {DEVICE_NAMES}"

@@ -98,14 +98,13 @@ impl<B: Kernels, C: CheckpointStrategy> FusedOps for Autodiff<B, C> {
             type State = [FloatTensor<B>; 2];
             fn backward(self, ops: Ops<Self::State, 2>, grads: &mut Gradients, _: &mut Checkpointer) {
                 let [x, weight] = ops.state;
-                // The weight's gradient comes out in the weight's own layout, ready to be accumulated and stacked.
-                binary::<B, _, _>(
-                    ops.parents,
-                    ops.node,
-                    grads,
-                    |grad| B::float_matmul(grad, weight),
-                    |grad| B::float_matmul(B::float_transpose(grad), x),
-                );
+                let grad = grads.consume::<B>(&ops.node);
+                let gradients = B::project_backward(x, weight, grad);
+                for (parent, gradient) in ops.parents.into_iter().zip(gradients) {
+                    if let Some(node) = parent {
+                        grads.register::<B>(node.id, gradient);
+                    }
+                }
             }
         }
         let ((x, nx), (weight, nw)) = (x.into_parts(), weight.into_parts());

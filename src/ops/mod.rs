@@ -1,10 +1,12 @@
 //! The few operations worth fusing: one differentiable function each for the model to call.
 //!
 //! Every operation has a default body of burn primitives, forward and backward (`portable`), right on every backend, and
-//! faster bodies where a backend has them (`flex`: the portable CPU backend; `libtorch`: GPUs). Shape legend: b batch, t time,
-//! c channels, h query heads, g key/value heads, d head dim, v vocabulary, n rows.
+//! faster bodies where a backend has them (`flex`: the portable CPU backend; `libtorch`: GPUs; `cube`: GPUs through CubeCL).
+//! Shape legend: b batch, t time, c channels, h query heads, g key/value heads, d head dim, v vocabulary, n rows.
 
 mod autodiff;
+#[cfg(feature = "wgpu")]
+pub mod cube;
 #[cfg(feature = "flex")]
 mod flex;
 #[cfg(feature = "tch")]
@@ -27,6 +29,11 @@ use std::thread::JoinHandle;
     Autodiff
 )]
 pub trait FusedOps: Backend {
+    /// The matrix product of stacks of matrices, in the type that the device multiplies in; the result has the operands' type.
+    fn product(a: FloatTensor<Self>, b: FloatTensor<Self>) -> FloatTensor<Self> {
+        Self::float_matmul(a, b)
+    }
+
     /// See [`embedding`].
     fn embed(weight: FloatTensor<Self>, tokens: IntTensor<Self>) -> FloatTensor<Self> {
         portable::embedding::<Self>(weight, tokens)
@@ -163,6 +170,21 @@ pub trait Kernels: FusedOps {
         Self::rotary(Self::rms_norm_backward(saved, grad), cos, Self::float_neg(sin))
     }
 
+    /// What gradients of a mean over `rows` rows are multiplied by, before products in a type of small range are taken of them:
+    /// they are divided by it afterwards.
+    fn gradient_scale(_rows: usize) -> f64 {
+        1.0
+    }
+
+    /// Gradients of [`project`] with respect to `x` and `weight`.
+    fn project_backward(
+        x: FloatTensor<Self>,
+        weight: FloatTensor<Self>,
+        grad: FloatTensor<Self>,
+    ) -> [FloatTensor<Self>; 2] {
+        portable::project_backward::<Self>(x, weight, grad)
+    }
+
     /// Gradients of [`mix`] with respect to its four operands.
     fn mix_backward(saved: MixState<Self>, grad: FloatTensor<Self>) -> [FloatTensor<Self>; 4] {
         portable::mix_backward::<Self>(saved, grad)
@@ -226,27 +248,6 @@ pub struct MixState<B: Backend> {
     x_scale: FloatTensor<B>,
     y: FloatTensor<B>,
     y_scale: FloatTensor<B>,
-}
-
-#[cfg(feature = "wgpu")]
-mod cube {
-    //! CubeCL runtimes (wgpu, Vulkan): the portable bodies.
-    use super::{FusedOps, Kernels, portable};
-    use burn::backend::Cube;
-    use burn::backend::tensor::FloatTensor;
-
-    impl FusedOps for Cube {}
-    impl Kernels for Cube {
-        type RmsNormState = FloatTensor<Self>;
-
-        fn rms_norm_forward(x: FloatTensor<Self>) -> (FloatTensor<Self>, Self::RmsNormState) {
-            (portable::rms_norm::<Self>(x.clone()), x)
-        }
-
-        fn rms_norm_backward(x: Self::RmsNormState, grad: FloatTensor<Self>) -> FloatTensor<Self> {
-            portable::rms_norm_backward::<Self>(x, grad)
-        }
-    }
 }
 
 /// What takes a moment before the first operations on a device, done in the background.

@@ -1,16 +1,16 @@
 //! The operations in burn primitives: right on every backend, and what the faster bodies are tested against.
 
-use super::{AttentionState, MixState};
-use burn::backend::tensor::{BoolTensor, FloatTensor, IntTensor};
+use super::{AttentionState, FusedOps, Kernels, MixState};
+use burn::backend::tensor::{FloatTensor, IntTensor};
 use burn::backend::{Backend, TensorMetadata};
-use burn::tensor::{DType, FloatDType, IndexingUpdateOp, Shape, Slice, TensorData};
+use burn::tensor::{DType, FloatDType, Shape, Slice, TensorData};
 
 /// Queries whose scores exist at once.
 const QUERY_BLOCK: usize = 256;
 /// Rows whose logits exist at once.
 const ROW_CHUNK: usize = 4096;
-/// Score of a key that a query must not see: exp of it is zero, and it survives half precision's range in float32.
-const MASKED_SCORE: f64 = -1e30;
+/// Taken off the score of a key that a query must not see, for each position that it is too far: exp of what is left is zero.
+const PENALTY: f64 = 1e30;
 
 fn float_dtype(dtype: DType) -> FloatDType {
     dtype.into()
@@ -80,8 +80,24 @@ pub(super) fn rotary<B: Backend>(x: FloatTensor<B>, cos: FloatTensor<B>, sin: Fl
     B::float_cat(vec![first, second], 3)
 }
 
-pub(super) fn project<B: Backend>(x: FloatTensor<B>, weight: FloatTensor<B>) -> FloatTensor<B> {
-    B::float_matmul(x, B::float_transpose(weight))
+pub(super) fn project<B: FusedOps>(x: FloatTensor<B>, weight: FloatTensor<B>) -> FloatTensor<B> {
+    B::product(x, B::float_transpose(weight))
+}
+
+pub(super) fn project_backward<B: Kernels>(
+    x: FloatTensor<B>,
+    weight: FloatTensor<B>,
+    grad: FloatTensor<B>,
+) -> [FloatTensor<B>; 2] {
+    let scale = B::gradient_scale(grad.shape()[0]);
+    let grad = times::<B>(grad, scale);
+    // The weight's gradient comes out in the weight's own layout, ready to be accumulated and stacked.
+    let dweight = B::product(B::float_transpose(grad.clone()), x);
+    [B::product(grad, weight), dweight].map(|gradient| times::<B>(gradient, 1.0 / scale))
+}
+
+pub(super) fn times<B: Backend>(x: FloatTensor<B>, factor: f64) -> FloatTensor<B> {
+    if factor == 1.0 { x } else { B::float_mul_scalar(x, factor.into()) }
 }
 
 pub(super) fn mix<B: Backend>(
@@ -147,7 +163,7 @@ pub(super) fn scale_by<B: Backend>(x: FloatTensor<B>, factor: FloatTensor<B>) ->
 }
 
 /// `x[.., start..end, ..]` along `dim`.
-fn slice<B: Backend>(x: FloatTensor<B>, dim: usize, start: usize, end: usize) -> FloatTensor<B> {
+pub(super) fn slice<B: Backend>(x: FloatTensor<B>, dim: usize, start: usize, end: usize) -> FloatTensor<B> {
     B::float_slice(x.clone(), &ranges(&x.shape(), dim, start, end))
 }
 
@@ -213,26 +229,42 @@ impl Attention {
         B::float_reshape(x, Shape::from(vec![shape[0], shape[1], heads, shape[2] / heads, shape[3]]))
     }
 
+    /// 0, 1, … t − 1 in float32, which has them all exactly.
+    fn positions<B: Backend>(&self, device: &B::Device) -> FloatTensor<B> {
+        let positions: Vec<f32> = (0..self.t).map(|position| position as f32).collect();
+        B::float_from_data(TensorData::new(positions, [self.t]), device)
+    }
+
     /// Scaled, masked scores of a block's queries `[b, g, h / g · rows, d]` in float32.
-    fn scores<B: Backend>(&self, block: &Block, q: FloatTensor<B>, k: FloatTensor<B>) -> FloatTensor<B> {
-        let device = q.device();
-        let scores = to_f32::<B>(B::float_matmul(q, B::float_transpose(k)));
+    fn scores<B: FusedOps>(
+        &self,
+        block: &Block,
+        q: FloatTensor<B>,
+        k: FloatTensor<B>,
+        positions: &FloatTensor<B>,
+    ) -> FloatTensor<B> {
+        let scores = to_f32::<B>(B::product(q, B::float_transpose(k)));
         let scores = B::float_mul_scalar(scores, (1.0 / (self.d as f64).sqrt()).into());
         let (rows, keys) = (block.queries_end - block.queries_start, block.queries_end - block.keys_start);
-        let hidden: Vec<bool> = (0..self.h / self.g)
-            .flat_map(|_| block.queries_start..block.queries_end)
-            .flat_map(|i| (block.keys_start..block.queries_end).map(move |j| (i, j)))
-            .map(|(i, j)| j > i || i - j > self.window)
-            .collect();
-        let mask = TensorData::new(hidden, [1, 1, self.h / self.g * rows, keys]);
-        let mask: BoolTensor<B> = B::bool_from_data(mask, &device);
-        let mask = B::bool_expand(mask, scores.shape());
-        B::float_mask_fill(scores, mask, MASKED_SCORE.into())
+        let heads = self.h / self.g;
+        let queries = slice::<B>(positions.clone(), 0, block.queries_start, block.queries_end);
+        let queries = B::float_reshape(queries, Shape::from(vec![1, rows, 1]));
+        let keys_at = slice::<B>(positions.clone(), 0, block.keys_start, block.queries_end);
+        let keys_at = B::float_reshape(keys_at, Shape::from(vec![1, 1, keys]));
+        // How far a key lies beyond the query itself or before its window, as a negative number; zero if the query sees it.
+        let distance = B::float_sub(queries, keys_at); // [1, rows, keys]
+        let before_window = B::float_add_scalar(B::float_neg(distance.clone()), (self.window as f64).into());
+        let beyond =
+            B::float_add(B::float_clamp_max(distance, 0f64.into()), B::float_clamp_max(before_window, 0f64.into()));
+        let penalty = B::float_mul_scalar(beyond, PENALTY.into());
+        let penalty = B::float_expand(penalty, Shape::from(vec![heads, rows, keys]));
+        let penalty = B::float_reshape(penalty, Shape::from(vec![1, 1, heads * rows, keys]));
+        B::float_add(scores, penalty)
     }
 }
 
 /// Output `[b, t, h, d]` and log-sum-exp of the scores `[b, h, t]` in float32.
-pub(super) fn attention_forward<B: Backend>(
+pub(super) fn attention_forward<B: FusedOps>(
     q: FloatTensor<B>,
     k: FloatTensor<B>,
     v: FloatTensor<B>,
@@ -242,17 +274,18 @@ pub(super) fn attention_forward<B: Backend>(
     let dtype = q.dtype();
     let q = call.group_heads::<B>(q); // [b, g, h / g, t, d]
     let (k, v) = (B::float_permute(k, &[0, 2, 1, 3]), B::float_permute(v, &[0, 2, 1, 3])); // [b, g, t, d]
+    let positions = call.positions::<B>(&k.device());
     let (mut outputs, mut sums) = (Vec::new(), Vec::new());
     for block in call.blocks() {
         let q = call.as_rows::<B>(slice::<B>(q.clone(), 3, block.queries_start, block.queries_end));
         let k = slice::<B>(k.clone(), 2, block.keys_start, block.queries_end);
         let v = slice::<B>(v.clone(), 2, block.keys_start, block.queries_end);
-        let scores = call.scores::<B>(&block, q, k);
+        let scores = call.scores::<B>(&block, q, k, &positions);
         let max = B::float_max_dim(scores.clone(), 3);
         let weights = B::float_exp(B::float_sub(scores, max.clone()));
         let sum = B::float_sum_dim(weights.clone(), 3);
         let weights = to_dtype::<B>(B::float_div(weights, sum.clone()), dtype);
-        outputs.push(call.as_heads::<B>(B::float_matmul(weights, v)));
+        outputs.push(call.as_heads::<B>(B::product(weights, v)));
         sums.push(call.as_heads::<B>(B::float_add(max, B::float_log(sum))));
     }
     let out = call.ungroup_heads::<B>(B::float_cat(outputs, 3));
@@ -261,11 +294,13 @@ pub(super) fn attention_forward<B: Backend>(
 }
 
 /// Recomputes each block's attention weights from the log-sum-exp (Dao et al. 2022, "FlashAttention", algorithm 4).
-pub(super) fn attention_backward<B: Backend>(saved: AttentionState<B>, grad: FloatTensor<B>) -> [FloatTensor<B>; 3] {
+pub(super) fn attention_backward<B: Kernels>(saved: AttentionState<B>, grad: FloatTensor<B>) -> [FloatTensor<B>; 3] {
     let AttentionState { q, k, v, out, log_sum_exp, window } = saved;
     let call = Attention::new::<B>(&q, &k, window);
     let dtype = q.dtype();
     let scale = 1.0 / (call.d as f64).sqrt();
+    let gradient_scale = B::gradient_scale(call.b * call.t);
+    let grad = times::<B>(grad, gradient_scale);
     let q = call.group_heads::<B>(q);
     // delta = sum over d of grad · out, the softmax's own correction.
     let delta = B::float_sum_dim(B::float_mul(to_f32::<B>(grad.clone()), to_f32::<B>(out)), 3);
@@ -276,6 +311,7 @@ pub(super) fn attention_backward<B: Backend>(saved: AttentionState<B>, grad: Flo
     let log_sum_exp = B::float_reshape(log_sum_exp, sums);
     let (k, v) = (B::float_permute(k, &[0, 2, 1, 3]), B::float_permute(v, &[0, 2, 1, 3]));
     let device = k.device();
+    let positions = call.positions::<B>(&device);
     let zeros = || B::float_zeros(Shape::from(vec![call.b, call.g, call.t, call.d]), &device, FloatDType::F32);
     let (mut dq, mut dk, mut dv) = (Vec::new(), zeros(), zeros());
     for block in call.blocks() {
@@ -283,15 +319,15 @@ pub(super) fn attention_backward<B: Backend>(saved: AttentionState<B>, grad: Flo
             |x: &FloatTensor<B>| call.as_rows::<B>(slice::<B>(x.clone(), 3, block.queries_start, block.queries_end));
         let keys = |x: &FloatTensor<B>| slice::<B>(x.clone(), 2, block.keys_start, block.queries_end);
         let (q, grad) = (rows(&q), rows(&grad));
-        let scores = call.scores::<B>(&block, q.clone(), keys(&k));
+        let scores = call.scores::<B>(&block, q.clone(), keys(&k), &positions);
         let weights = B::float_exp(B::float_sub(scores, rows(&log_sum_exp)));
         let weights_low = to_dtype::<B>(weights.clone(), dtype);
-        let dv_block = B::float_matmul(B::float_transpose(weights_low), grad.clone());
-        let dweights = to_f32::<B>(B::float_matmul(grad, B::float_transpose(keys(&v))));
+        let dv_block = B::product(B::float_transpose(weights_low), grad.clone());
+        let dweights = to_f32::<B>(B::product(grad, B::float_transpose(keys(&v))));
         let dscores = B::float_mul(weights, B::float_sub(dweights, rows(&delta)));
         let dscores = to_dtype::<B>(B::float_mul_scalar(dscores, scale.into()), dtype);
-        dq.push(call.as_heads::<B>(B::float_matmul(dscores.clone(), keys(&k))));
-        let dk_block = B::float_matmul(B::float_transpose(dscores), q);
+        dq.push(call.as_heads::<B>(B::product(dscores.clone(), keys(&k))));
+        let dk_block = B::product(B::float_transpose(dscores), q);
         let add = |total: FloatTensor<B>, part: FloatTensor<B>| {
             let place = ranges(&total.shape(), 2, block.keys_start, block.queries_end);
             let sum = B::float_add(B::float_slice(total.clone(), &place), to_f32::<B>(part));
@@ -302,7 +338,7 @@ pub(super) fn attention_backward<B: Backend>(saved: AttentionState<B>, grad: Flo
     }
     let dq = call.ungroup_heads::<B>(B::float_cat(dq, 3));
     let [dk, dv] = [dk, dv].map(|x| to_dtype::<B>(B::float_permute(x, &[0, 2, 1, 3]), dtype));
-    [dq, dk, dv]
+    [dq, dk, dv].map(|gradient| times::<B>(gradient, 1.0 / gradient_scale))
 }
 
 /// One chunk's softcapped logits in float32 and what its loss needs.
@@ -315,13 +351,13 @@ struct ChunkLoss<B: Backend> {
     loss: FloatTensor<B>,
 }
 
-fn chunk_loss<B: Backend>(
+fn chunk_loss<B: FusedOps>(
     hidden: FloatTensor<B>,
     weight: FloatTensor<B>,
     targets: IntTensor<B>,
     cap: f64,
 ) -> ChunkLoss<B> {
-    let logits = to_f32::<B>(B::float_matmul(hidden, B::float_transpose(weight)));
+    let logits = to_f32::<B>(B::product(hidden, B::float_transpose(weight)));
     let squashed = B::float_tanh(B::float_div_scalar(logits, cap.into()));
     let capped = B::float_mul_scalar(squashed.clone(), cap.into());
     // |capped| ≤ cap: no maximum has to be taken out for the sum to stay in range.
@@ -332,17 +368,30 @@ fn chunk_loss<B: Backend>(
 }
 
 /// Calls `each(start, end)` for every chunk of rows.
-fn row_chunks(n: usize) -> impl Iterator<Item = (usize, usize)> {
+pub(super) fn row_chunks(n: usize) -> impl Iterator<Item = (usize, usize)> {
     (0..n).step_by(ROW_CHUNK).map(move |start| (start, (start + ROW_CHUNK).min(n)))
 }
 
-fn target_column<B: Backend>(targets: &IntTensor<B>, start: usize, end: usize) -> IntTensor<B> {
+pub(super) fn target_column<B: Backend>(targets: &IntTensor<B>, start: usize, end: usize) -> IntTensor<B> {
     let chunk = B::int_slice(targets.clone(), &[Slice::from(start..end)]);
     B::int_reshape(chunk, Shape::from(vec![end - start, 1]))
 }
 
+/// 0, 1, … v − 1 as a row `[1, v]` in float32, which has them all exactly.
+pub(super) fn token_ids<B: Backend>(v: usize, device: &B::Device) -> FloatTensor<B> {
+    let ids: Vec<f32> = (0..v).map(|id| id as f32).collect();
+    B::float_from_data(TensorData::new(ids, [1, v]), device)
+}
+
+/// 1 where a row's token `[n, 1]` is the column's, else 0, in float32 `[n, v]`: by arithmetic, which fuses with what comes
+/// before and after, as a scattered write does not.
+pub(super) fn one_hot<B: Backend>(tokens: IntTensor<B>, ids: FloatTensor<B>) -> FloatTensor<B> {
+    let distance = B::float_abs(B::float_sub(ids, B::int_into_float(tokens, FloatDType::F32)));
+    B::float_clamp_min(B::float_add_scalar(B::float_neg(distance), 1f64.into()), 0f64.into())
+}
+
 /// Mean loss `[1]`, without gradients.
-pub(super) fn softcap_cross_entropy<B: Backend>(
+pub(super) fn softcap_cross_entropy<B: FusedOps>(
     hidden: FloatTensor<B>,
     weight: FloatTensor<B>,
     targets: IntTensor<B>,
@@ -359,7 +408,7 @@ pub(super) fn softcap_cross_entropy<B: Backend>(
 }
 
 /// Mean loss `[1]` and its gradients with respect to `hidden` and `weight`.
-pub(super) fn softcap_cross_entropy_gradients<B: Backend>(
+pub(super) fn softcap_cross_entropy_gradients<B: Kernels>(
     hidden: FloatTensor<B>,
     weight: FloatTensor<B>,
     targets: IntTensor<B>,
@@ -367,7 +416,9 @@ pub(super) fn softcap_cross_entropy_gradients<B: Backend>(
 ) -> (FloatTensor<B>, [FloatTensor<B>; 2]) {
     let (n, dtype, weight_dtype) = (hidden.shape()[0], hidden.dtype(), weight.dtype());
     let device = hidden.device();
+    let scale = B::gradient_scale(n);
     let mut dweight = B::float_zeros(weight.shape(), &device, FloatDType::F32);
+    let ids = token_ids::<B>(weight.shape()[0], &device);
     let weight = to_dtype::<B>(weight, dtype);
     let (mut losses, mut dhidden) = (Vec::new(), Vec::new());
     for (start, end) in row_chunks(n) {
@@ -377,19 +428,19 @@ pub(super) fn softcap_cross_entropy_gradients<B: Backend>(
         losses.push(chunk.loss);
         let capped = B::float_mul_scalar(chunk.squashed.clone(), cap.into());
         let probabilities = B::float_exp(B::float_sub(capped, chunk.log_sum_exp));
-        let minus_one = B::float_full(Shape::from(vec![end - start, 1]), (-1f64).into(), &device, FloatDType::F32);
-        let dcapped = B::float_scatter(1, probabilities, targets, minus_one, IndexingUpdateOp::Add);
+        let dcapped = B::float_sub(probabilities, one_hot::<B>(targets, ids.clone()));
         // d tanh(z / cap)·cap / dz = 1 − tanh²
         let slope = B::float_neg(B::float_mul(chunk.squashed.clone(), chunk.squashed));
-        let slope = B::float_div_scalar(B::float_add_scalar(slope, 1f64.into()), (n as f64).into());
+        let slope = B::float_mul_scalar(B::float_add_scalar(slope, 1f64.into()), (scale / n as f64).into());
         let dlogits = to_dtype::<B>(B::float_mul(dcapped, slope), dtype); // [rows, v]
-        dhidden.push(B::float_matmul(dlogits.clone(), weight.clone()));
-        let part = to_f32::<B>(B::float_matmul(B::float_transpose(dlogits), hidden));
+        dhidden.push(B::product(dlogits.clone(), weight.clone()));
+        let part = to_f32::<B>(B::product(B::float_transpose(dlogits), hidden));
         dweight = B::float_add(dweight, part);
     }
     let total = losses.into_iter().reduce(B::float_add).expect("at least one row");
     let loss = B::float_div_scalar(total, (n as f64).into());
-    (loss, [B::float_cat(dhidden, 0), to_dtype::<B>(dweight, weight_dtype)])
+    let gradients = [B::float_cat(dhidden, 0), to_dtype::<B>(dweight, weight_dtype)];
+    (loss, gradients.map(|gradient| times::<B>(gradient, 1.0 / scale)))
 }
 
 pub(super) fn softcap<B: Backend>(x: FloatTensor<B>, cap: f64) -> FloatTensor<B> {
@@ -416,7 +467,7 @@ pub(super) fn accumulate<B: Backend>(total: FloatTensor<B>, part: FloatTensor<B>
     B::float_add(total, to_dtype::<B>(part, dtype))
 }
 
-pub(super) fn newton_schulz<B: Backend>(x: FloatTensor<B>, coefficients: Vec<(f64, f64, f64)>) -> FloatTensor<B> {
+pub(super) fn newton_schulz<B: FusedOps>(x: FloatTensor<B>, coefficients: Vec<(f64, f64, f64)>) -> FloatTensor<B> {
     let shape = x.shape();
     // The Gram matrix of the shorter side: fewer operations.
     let tall = shape[1] > shape[2];
@@ -428,11 +479,11 @@ pub(super) fn newton_schulz<B: Backend>(x: FloatTensor<B>, coefficients: Vec<(f6
     let mut x = B::float_div(x, to_dtype::<B>(divisor, dtype));
     for (a, b, c) in coefficients {
         let transposed = B::float_transpose(x.clone());
-        let gram = if tall { B::float_matmul(transposed, x.clone()) } else { B::float_matmul(x.clone(), transposed) };
-        let square = B::float_matmul(gram.clone(), gram.clone());
+        let gram = if tall { B::product(transposed, x.clone()) } else { B::product(x.clone(), transposed) };
+        let square = B::product(gram.clone(), gram.clone());
         let polynomial = B::float_add(B::float_mul_scalar(gram, b.into()), B::float_mul_scalar(square, c.into()));
         let correction =
-            if tall { B::float_matmul(x.clone(), polynomial) } else { B::float_matmul(polynomial, x.clone()) };
+            if tall { B::product(x.clone(), polynomial) } else { B::product(polynomial, x.clone()) };
         x = B::float_add(B::float_mul_scalar(x, a.into()), correction);
     }
     x

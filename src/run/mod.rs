@@ -21,6 +21,7 @@ use crate::data::packing::{Packing, Passes};
 use crate::data::prepared::Prepared;
 use crate::data::tales;
 use crate::device::ComputeDevice;
+use crate::device::compute_type::ComputeType;
 use crate::eval::{ByteLengths, Evaluation, PassSizes, evaluate_bpb};
 use crate::model::{Gpt, GptConfig, Hyperparameters};
 use crate::ops::{self, WarmUp};
@@ -29,7 +30,7 @@ use crate::output::say;
 use crate::parameters::{Parameter, in_compute_type, parameters};
 use crate::sample::Sampling;
 use crate::tokenizer::Tokenizer;
-use crate::train::{BatchPlan, Diverged, Limit, MonotonicClock, Training};
+use crate::train::{BatchPlan, Diverged, Limit, MonotonicClock, StepReport, Training};
 use anyhow::{Context, Result, anyhow, bail};
 use burn::module::Module;
 use burn_dataset::Dataset as _;
@@ -78,6 +79,8 @@ struct Resolved {
     config: Config,
     steps: Option<usize>,
     device: String,
+    #[serde(default)]
+    compute_type: String,
     dataset: String,
     /// SHA-256 of the validation text: runs compare only where it is the same.
     validation_sha256: String,
@@ -95,7 +98,7 @@ struct Resolved {
 /// cannot be written.
 pub fn train(conditions: &Conditions, record: &Record) -> Result<PathBuf> {
     let Conditions { config, config_name, .. } = conditions;
-    let compute = ComputeDevice::select(&config.device)?;
+    let compute = ComputeDevice::select(&config.device, config.compute_type)?;
     let peak_flops = compute.peak_flops()?;
     let _warm_up = WarmUp::start(&compute.device, compute.compute_type);
     let hyperparameters = Hyperparameters::for_profile(config.profile);
@@ -122,6 +125,7 @@ pub fn train(conditions: &Conditions, record: &Record) -> Result<PathBuf> {
         config: Config { dataset: prepared.argument(), ..config.clone() },
         steps: conditions.steps,
         device: compute.name.clone(),
+        compute_type: compute.types(),
         dataset: prepared.name().to_owned(),
         validation_sha256: prepared.validation_sha256().to_owned(),
         hyperparameters,
@@ -161,7 +165,7 @@ pub fn train(conditions: &Conditions, record: &Record) -> Result<PathBuf> {
             ops::choices().iter().for_each(say);
         }
         progress.show(step);
-        folder.append_metrics(step)
+        folder.append_metrics(&StepRecord { step, memory_mb: compute.peak_memory_mib() })
     });
     progress.finish();
     let outcome = outcome?;
@@ -216,8 +220,8 @@ pub fn train(conditions: &Conditions, record: &Record) -> Result<PathBuf> {
 ///
 /// # Errors
 /// If the folder holds no whole run or the data is not prepared.
-pub fn evaluate(run: &Path, device: Option<&str>, cache_dir: Option<&Path>, eval_tokens: Option<usize>) -> Result<()> {
-    let checkpoint = Checkpoint::open(run, device)?;
+pub fn evaluate(run: &Path, place: Place, cache_dir: Option<&Path>, eval_tokens: Option<usize>) -> Result<()> {
+    let checkpoint = Checkpoint::open(run, place)?;
     let config = &checkpoint.resolved.config;
     let tokens = eval_tokens.unwrap_or(config.eval_tokens);
     if tokens < config.sequence_len {
@@ -242,9 +246,35 @@ pub fn evaluate(run: &Path, device: Option<&str>, cache_dir: Option<&Path>, eval
 ///
 /// # Errors
 /// If the folder holds no whole run.
-pub fn sample(run: &Path, device: Option<&str>, prompt: &str, sampling: &Sampling) -> Result<String> {
-    let Checkpoint { model, tokenizer, compute, .. } = Checkpoint::open(run, device)?;
+pub fn sample(run: &Path, place: Place, prompt: &str, sampling: &Sampling) -> Result<String> {
+    let Checkpoint { model, tokenizer, compute, .. } = Checkpoint::open(run, place)?;
     Ok(crate::sample::sample(&model, &tokenizer, prompt, sampling, &compute.device))
+}
+
+/// Where to use a checkpoint; what is not named is as in its run.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Place<'a> {
+    /// One of [`crate::device::DEVICE_NAMES`].
+    pub device: Option<&'a str>,
+    /// In which type to multiply matrices.
+    pub compute_type: Option<ComputeType>,
+}
+
+impl Place<'_> {
+    fn select(&self, config: &Config) -> Result<ComputeDevice> {
+        // On another device the run's own type may not be there.
+        let usual = if self.device.is_some() { ComputeType::Auto } else { config.compute_type };
+        ComputeDevice::select(self.device.unwrap_or(&config.device), self.compute_type.unwrap_or(usual))
+    }
+}
+
+/// A line of a run's metrics.
+#[derive(Serialize)]
+struct StepRecord<'a> {
+    #[serde(flatten)]
+    step: &'a StepReport,
+    /// The most memory that was taken so far, in MiB.
+    memory_mb: Option<f64>,
 }
 
 /// A run's trained model and what it takes to use it.
@@ -256,7 +286,7 @@ struct Checkpoint {
 }
 
 impl Checkpoint {
-    fn open(run: &Path, device: Option<&str>) -> Result<Self> {
+    fn open(run: &Path, place: Place) -> Result<Self> {
         let path = run.join("config.json");
         let hint = "hint: --checkpoint names a run's folder, such as runs/20260131-235900";
         let text = std::fs::read_to_string(&path)
@@ -284,7 +314,7 @@ impl Checkpoint {
                 path.display()
             );
         }
-        let compute = ComputeDevice::select(device.unwrap_or(&resolved.config.device))?;
+        let compute = place.select(&resolved.config)?;
         if let Some(problem) = resolved.model.problem() {
             bail!("{}: these sizes make no model: {problem}; {hint}", path.display());
         }
@@ -379,7 +409,7 @@ fn bpb_floor(prepared: &Prepared, config: &Config) -> Result<f64> {
 fn announce(resolved: &Resolved, model: &Gpt, groups: &[ParameterGroup], plan: &BatchPlan, run: &Path) {
     let Resolved { config, hyperparameters, model: sizes, .. } = resolved;
     say(format_args!("config:     {}", resolved.config_name));
-    say(format_args!("device:     {}", resolved.device));
+    say(format_args!("device:     {}, {}", resolved.device, resolved.compute_type));
     say(format_args!("data set:   {}, vocabulary {}", resolved.dataset, config.vocab_size));
     let windows: Vec<String> = sizes.windows().iter().map(usize::to_string).collect();
     say(format_args!(

@@ -4,7 +4,6 @@ use crate::config::{Config, Profile};
 use crate::data::prepared::Prepared;
 use crate::device::ComputeDevice;
 use anyhow::Result;
-use burn::tensor::FloatDType;
 use serde::{Deserialize, Serialize};
 use std::fmt::{self, Display};
 
@@ -49,7 +48,7 @@ pub struct Protocol {
     pub seed: u64,
     /// The device that was found.
     pub device: String,
-    /// Type of its matrix products: `float32` or `bfloat16`.
+    /// The types that it computes in, such as `float32` or `float32, products in bfloat16`.
     pub compute_type: String,
 }
 
@@ -111,11 +110,7 @@ impl Protocol {
             budget: steps.map_or(Budget::Seconds(config.time_budget_seconds), Budget::Steps),
             seed: config.seed,
             device: compute.name.clone(),
-            compute_type: match compute.compute_type {
-                FloatDType::F32 => "float32".to_owned(),
-                FloatDType::BF16 => "bfloat16".to_owned(),
-                other => format!("{other:?}").to_lowercase(),
-            },
+            compute_type: compute.types(),
         })
     }
 

@@ -148,17 +148,19 @@ pub struct Goldens {
     pub corpus: Option<PathBuf>,
     /// Where to compute.
     pub device: Device,
-    /// Type of embeddings, activations and matrix products: float32 as the goldens, or bfloat16 with wider tolerances.
+    /// Type of embeddings and activations.
     pub compute_type: FloatDType,
+    /// Type in which the device multiplies matrices: float32 as the goldens, or less with wider tolerances.
+    pub product_type: FloatDType,
 }
 
 impl Goldens {
     /// Runs every case and calls `report` with what comes of it, a case at a time.
     ///
     /// # Errors
-    /// If the folder cannot be read or holds no goldens, or there are no tolerances for the compute type.
+    /// If the folder cannot be read or holds no goldens, or there are no tolerances for the type of the products.
     pub fn verify(&self, mut report: impl FnMut(Finding)) -> Result<()> {
-        let tolerances = Tolerances::of(self.compute_type)?;
+        let tolerances = Tolerances::of(self.product_type)?;
         for case in self.cases()? {
             let Some(kind) = Kind::of(&case) else {
                 let reason =

@@ -184,7 +184,7 @@ fn optimizer_steps(
     let [steps, micro_batches, b, row] = shape[..] else {
         bail!("'tokens' must have four axes, found the shape {shape:?}");
     };
-    let golden_steps = match goldens.compute_type {
+    let golden_steps = match goldens.product_type {
         FloatDType::BF16 => &description.optimizer_steps.bfloat16,
         _ => &description.optimizer_steps.float32,
     };

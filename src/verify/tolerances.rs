@@ -116,16 +116,16 @@ const BFLOAT16: Tolerances = Tolerances {
 };
 
 impl Tolerances {
-    /// Those for matrix products in `compute_type`.
+    /// Those for matrix products in `product_type`; float16 has more significant bits than bfloat16.
     ///
     /// # Errors
     /// If there are none for it.
-    pub(super) fn of(compute_type: FloatDType) -> Result<&'static Self> {
-        match compute_type {
+    pub(super) fn of(product_type: FloatDType) -> Result<&'static Self> {
+        match product_type {
             FloatDType::F32 => Ok(&FLOAT32),
-            FloatDType::BF16 => Ok(&BFLOAT16),
+            FloatDType::BF16 | FloatDType::F16 => Ok(&BFLOAT16),
             other => bail!(
-                "goldens are compared in float32 and bfloat16, found the compute type {other:?}; hint: pass one of the two"
+                "goldens are compared in float32, bfloat16 and float16, found the compute type {other:?}; hint: pass one of these"
             ),
         }
     }

@@ -1,0 +1,132 @@
+//! GPUs through wgpu and CubeCL: Vulkan, Metal, DX12, and a software adapter where there is no GPU.
+
+mod adapters;
+mod pools;
+pub mod trial;
+
+pub use pools::Pools;
+pub use adapters::{Adapter, AdapterKind, adapters};
+
+use super::compute_type::ComputeType;
+use super::{ComputeDevice, MemoryCounter};
+use crate::data::prepared::cache_folder;
+use crate::ops::cube;
+use anyhow::{Result, anyhow, bail};
+use burn::tensor::{Device, FloatDType};
+use cubecl::config::cache::CacheConfig;
+use cubecl::config::{CubeClRuntimeConfig, RuntimeConfig};
+use cubecl::ir::{ElemType, FloatKind};
+use cubecl::wgpu::{AutoGraphicsApi, RuntimeOptions, WgpuBackend, try_init_setup};
+use std::path::PathBuf;
+use std::sync::Mutex;
+
+/// What to do where no adapter is found.
+pub const HINT_ON_DRIVERS: &str = if cfg!(target_os = "linux") {
+    "install the GPU's Vulkan driver (Debian and Ubuntu: mesa-vulkan-drivers for AMD and Intel; NVIDIA's own driver has it)"
+} else {
+    "install the GPU's driver"
+};
+
+/// A device that this process has started, and the adapter it computes on.
+static STARTED: Mutex<Vec<(Adapter, Device)>> = Mutex::new(Vec::new());
+
+/// Adapter number `number` of [`adapters`]; messages call it `--device NAME`.
+///
+/// # Errors
+/// If there is none of this number, or it cannot be used.
+pub fn device(number: usize, name: &str, compute_type: ComputeType) -> Result<ComputeDevice> {
+    let adapters = adapters();
+    let Some(adapter) = adapters.get(number) else {
+        let found = match adapters.len() {
+            0 => "no adapter at all".to_owned(),
+            count => format!("{count}, numbered from 0"),
+        };
+        bail!("--device {name}: expected an adapter that wgpu can use, found {found}; hint: {HINT_ON_DRIVERS}");
+    };
+    // Before this process touches the driver.
+    let compute_type = trial::product_type(adapter, number, compute_type)?.unwrap_or(compute_type);
+    let device = start(adapter)?;
+    let products = product_type(adapter, compute_type)?;
+    cube::multiply_in(products);
+    let is_cpu = adapter.kind == AdapterKind::Software;
+    let facts = adapter.facts(compiler(adapter));
+    Ok(ComputeDevice {
+        name: facts.to_string(),
+        compute_type: FloatDType::F32,
+        product_type: products,
+        is_cpu,
+        gpu: (!is_cpu).then_some(facts),
+        memory: MemoryCounter::Pools(Pools::of(device.clone())),
+        device,
+    })
+}
+
+fn start(adapter: &Adapter) -> Result<Device> {
+    let mut started = STARTED.lock().expect("no one panics with the list in hand");
+    if let Some((_, device)) = started.iter().find(|(other, _)| other == adapter) {
+        return Ok(device.clone());
+    }
+    keep_what_is_tuned(adapter)?;
+    let device = adapter.device();
+    RuntimeOptions::try_default().and_then(|options| try_init_setup::<AutoGraphicsApi>(&device, options)).map_err(|error| {
+        anyhow!("--device wgpu: {adapter} cannot be started ({error}); hint: update its driver, or use --device cpu")
+    })?;
+    let device = Device::from(device);
+    started.push((adapter.clone(), device.clone()));
+    Ok(device)
+}
+
+/// Lets CubeCL keep what it finds out about kernels in the cache folder, for each adapter and driver by itself.
+fn keep_what_is_tuned(adapter: &Adapter) -> Result<()> {
+    let mut config = CubeClRuntimeConfig::from_current_dir().override_from_env();
+    config.environment.name = environment_name(adapter);
+    config.environment.path = CacheConfig::Directory(tuning_folder()?);
+    if !CubeClRuntimeConfig::try_set(config) {
+        cubecl::environment::activate(environment_name(adapter));
+    }
+    Ok(())
+}
+
+fn tuning_folder() -> Result<PathBuf> {
+    Ok(cache_folder(None)?.join("tuned"))
+}
+
+/// Adapter, driver and shader language, as a file may be called.
+fn environment_name(adapter: &Adapter) -> String {
+    let name = format!("{} {} {}", adapter.name, adapter.driver, compiler(adapter));
+    let words = name.split(|letter: char| !letter.is_ascii_alphanumeric() && letter != '.').filter(|word| !word.is_empty());
+    words.collect::<Vec<_>>().join("-").to_lowercase()
+}
+
+/// The language that CubeCL gives the adapter's driver.
+fn compiler(adapter: &Adapter) -> &'static str {
+    if cfg!(feature = "vulkan") && adapter.api == WgpuBackend::Vulkan { "SPIR-V" } else { "WGSL" }
+}
+
+/// What matrices are multiplied in: the first type of this list that the adapter has instructions for, with sums in float32.
+fn product_type(adapter: &Adapter, compute_type: ComputeType) -> Result<FloatDType> {
+    let candidates: &[FloatDType] = match compute_type {
+        ComputeType::Auto => &[FloatDType::BF16, FloatDType::F16, FloatDType::F32],
+        ComputeType::Float32 => &[FloatDType::F32],
+        ComputeType::Bfloat16 => &[FloatDType::BF16],
+        ComputeType::Float16 => &[FloatDType::F16],
+    };
+    let client = cubecl::Device::Wgpu(adapter.device()).client();
+    let shapes = &client.properties().features.matmul.cmma;
+    let float32 = ElemType::Float(FloatKind::F32);
+    let multiplies = |kind: FloatKind| {
+        let operand = ElemType::Float(kind);
+        shapes.iter().any(|shape| shape.a_type == operand && shape.b_type == operand && shape.cd_type == float32)
+    };
+    let found = candidates.iter().find(|candidate| match candidate {
+        FloatDType::BF16 => multiplies(FloatKind::BF16),
+        FloatDType::F16 => multiplies(FloatKind::F16),
+        _ => true,
+    });
+    match found {
+        Some(dtype) => Ok(*dtype),
+        None => bail!(
+            "--compute-type {compute_type}: {adapter} has no instructions for products of this type; hint: 'auto' takes what it has, NVIDIA's and AMD's need the feature `vulkan`"
+        ),
+    }
+}

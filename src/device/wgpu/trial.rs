@@ -1,0 +1,203 @@
+//! A trial of an adapter in a process of its own, before this one computes on it: drivers have been seen to end a program
+//! without a word, or never to answer, and that must not happen in the midst of a night.
+
+use super::{Adapter, tuning_folder};
+use crate::atomic_file::write_atomically;
+use crate::ops;
+use crate::device::ComputeDevice;
+use crate::device::compute_type::ComputeType;
+use anyhow::{Context, Result, anyhow, bail, ensure};
+use burn::tensor::{FloatDType, Int, Tensor, TensorData};
+use clap::ValueEnum;
+use serde::{Deserialize, Serialize};
+use std::fs;
+use std::io::Read;
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitStatus, Stdio};
+use std::sync::OnceLock;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+/// A trial computes for a moment; what takes so long is the compilation of its kernels, in several forms, at the first time.
+const LIMIT: Duration = Duration::from_secs(300);
+
+/// The program that is started for a trial.
+static PROGRAM: OnceLock<PathBuf> = OnceLock::new();
+
+/// Has adapters tried with `program`, which must have the command `trial`. Without a call there are no trials.
+pub fn use_program(program: PathBuf) {
+    PROGRAM.set(program).ok();
+}
+
+/// What came of a trial; kept in the cache folder.
+#[derive(Debug, Serialize, Deserialize)]
+struct Verdict {
+    /// In which type the adapter multiplies matrices.
+    products: ComputeType,
+    /// Why it is not the type that it has instructions for.
+    fell_back: Option<String>,
+}
+
+/// In which type `adapter`, which `wgpu:NUMBER` names, multiplies matrices if `wanted` is asked for: what a trial showed, the
+/// first time that this driver is used. None if there are no trials.
+///
+/// # Errors
+/// If the adapter does not compute what it should, does not answer, or ends its process.
+pub(super) fn product_type(adapter: &Adapter, number: usize, wanted: ComputeType) -> Result<Option<ComputeType>> {
+    let Some(program) = PROGRAM.get() else { return Ok(None) };
+    let path = tuning_folder()?.join(format!("{}-{wanted}.json", super::environment_name(adapter)));
+    let known = fs::read(&path).ok().and_then(|bytes| serde_json::from_slice::<Verdict>(&bytes).ok());
+    let verdict = match known {
+        Some(verdict) => verdict,
+        None => {
+            let verdict = match tried(program, adapter, number, wanted) {
+                Ok(products) => Verdict { products, fell_back: None },
+                Err(error) if wanted == ComputeType::Auto => {
+                    let products = tried(program, adapter, number, ComputeType::Float32)?;
+                    Verdict { products, fell_back: Some(format!("{error:#}")) }
+                }
+                Err(error) => return Err(error),
+            };
+            write_atomically(&path, &serde_json::to_vec(&verdict)?)?;
+            verdict
+        }
+    };
+    if let Some(reason) = &verdict.fell_back {
+        tracing::warn!("{reason}; {} is taken; hint: remove {} to try again", verdict.products, path.display());
+    }
+    Ok(Some(verdict.products))
+}
+
+/// The type that a trial came out well in.
+fn tried(program: &Path, adapter: &Adapter, number: usize, wanted: ComputeType) -> Result<ComputeType> {
+    tracing::debug!("trying {adapter}, compute type {wanted}");
+    let started = Instant::now();
+    let mut child = Command::new(program)
+        .args(["trial", "--device", &format!("wgpu:{number}"), "--compute-type", &wanted.to_string()])
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .with_context(|| format!("{}: cannot be started to try the adapter", program.display()))?;
+    // Read meanwhile: a full pipe would stop it.
+    let said = read(child.stdout.take());
+    let complained = read(child.stderr.take());
+    let status = loop {
+        if let Some(status) = child.try_wait()? {
+            break status;
+        }
+        if started.elapsed() > LIMIT {
+            child.kill().ok();
+            child.wait().ok();
+            bail!("{adapter}: a trial with compute type {wanted} did not end within {LIMIT:?}; hint: {HINT}");
+        }
+        std::thread::sleep(Duration::from_millis(20));
+    };
+    let (said, complained) = (said.join().unwrap_or_default(), complained.join().unwrap_or_default());
+    if !status.success() {
+        let last = complained.lines().rev().find(|line| !line.trim().is_empty()).unwrap_or("nothing was said");
+        bail!("{adapter}: a trial with compute type {wanted} {} ({last}); hint: {HINT}", how_it_ended(status));
+    }
+    tracing::debug!("tried in {:.1?}", started.elapsed());
+    ComputeType::from_str(said.trim(), true).map_err(|error| anyhow!("{adapter}: a trial answered '{said}' ({error}); hint: {HINT}"))
+}
+
+fn read(pipe: Option<impl Read + Send + 'static>) -> JoinHandle<String> {
+    std::thread::spawn(move || {
+        let mut bytes = Vec::new();
+        if let Some(mut pipe) = pipe {
+            pipe.read_to_end(&mut bytes).ok();
+        }
+        String::from_utf8_lossy(&bytes).into_owned()
+    })
+}
+
+const HINT: &str = "another version of its driver may help; --compute-type float32 asks least of it, and --device cpu does without it";
+
+fn how_it_ended(status: ExitStatus) -> String {
+    #[cfg(unix)]
+    if let Some(signal) = std::os::unix::process::ExitStatusExt::signal(&status) {
+        return format!("was ended by signal {signal}");
+    }
+    match status.code() {
+        Some(code) => format!("failed with exit code {code}"),
+        None => "failed".to_owned(),
+    }
+}
+
+/// The trial itself: products of every form that training takes of them, with their gradients, and attention.
+///
+/// # Errors
+/// If `device` computes something else than the CPU.
+pub fn run(compute: &ComputeDevice) -> Result<()> {
+    let device = compute.device.clone().autodiff();
+    // The largest relative error: float32 sums in another order, the others round operands and results.
+    let tolerance = if compute.product_type == FloatDType::F32 { 1e-5 } else { 1e-2 };
+    let (n, c, v) = (256, 128, 192);
+    let wave = |count: usize, pace: f64| (0..count).map(|i| (i as f64 * pace).sin() as f32).collect::<Vec<_>>();
+    let (x, weight) = (wave(n * c, 0.7), wave(v * c, 0.3));
+    let on_device = |values: &[f32], shape: [usize; 2]| {
+        Tensor::<2>::from_data(TensorData::new(values.to_vec(), shape), &device).require_grad()
+    };
+    let (x_there, weight_there) = (on_device(&x, [n, c]), on_device(&weight, [v, c]));
+    let y = ops::project(x_there.clone(), weight_there.clone());
+    let expected = product(&x, &weight, c);
+    agree("a product", y.clone().into_data(), &expected, tolerance)?;
+
+    // The gradient of Σ y² / 2 is y itself: both gradients are products with it.
+    let gradients = (y.clone() * y).sum().div_scalar(2).backward();
+    let transposed = |values: &[f32], rows: usize, columns: usize| -> Vec<f32> {
+        (0..columns).flat_map(|column| (0..rows).map(move |row| (row, column))).map(|(row, column)| values[row * columns + column]).collect()
+    };
+    let dx = product(&expected, &transposed(&weight, v, c), v);
+    let dweight = product(&transposed(&expected, n, v), &transposed(&x, n, c), n);
+    let gradient = |of: &Tensor<2>| of.grad(&gradients).context("a product's operand has no gradient").map(Tensor::into_data);
+    agree("a gradient", gradient(&x_there)?, &dx, tolerance)?;
+    agree("a weight's gradient", gradient(&weight_there)?, &dweight, tolerance)?;
+
+    // Attention over equal keys is the mean of the values that a query sees.
+    let (t, d) = (n, 32);
+    let queries = Tensor::<4>::from_data(TensorData::new(wave(t * d, 0.7), [1, t, 1, d]), &device);
+    let keys = Tensor::<4>::ones([1, t, 1, d], &device);
+    let values: Vec<f32> = (0..t * d).map(|at| ((at / d) % 7) as f32).collect();
+    let seen = Tensor::<4>::from_data(TensorData::new(values.clone(), [1, t, 1, d]), &device);
+    let window = 100;
+    let means = ops::causal_attention(queries, keys, seen, window);
+    let expected: Vec<f32> = (0..t)
+        .flat_map(|i| {
+            let visible = i.saturating_sub(window)..=i;
+            let count = visible.clone().count() as f32;
+            let mean = visible.map(|j| values[j * d]).sum::<f32>() / count;
+            std::iter::repeat_n(mean, d)
+        })
+        .collect();
+    agree("attention", means.into_data(), &expected, tolerance)?;
+
+    let targets = Tensor::<1, Int>::zeros([n], &device);
+    let loss = ops::softcap_cross_entropy(x_there, weight_there.clone() * 0.0, targets, 15.0);
+    let gradients = loss.backward();
+    ensure!(weight_there.grad(&gradients).is_some(), "the loss has no gradient");
+    agree("a loss", loss.into_data(), &[(v as f32).ln()], tolerance)
+}
+
+/// x·yᵀ: `[n, c]`, `[m, c]` to `[n, m]`.
+fn product(x: &[f32], y: &[f32], c: usize) -> Vec<f32> {
+    let dot = |a: &[f32], b: &[f32]| a.iter().zip(b).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum::<f64>() as f32;
+    x.chunks_exact(c).flat_map(|row| y.chunks_exact(c).map(move |other| dot(row, other))).collect()
+}
+
+fn agree(what: &str, found: TensorData, expected: &[f32], tolerance: f64) -> Result<()> {
+    let (mut difference, mut norm, mut count) = (0.0, 0.0, 0);
+    for (found, expected) in found.iter::<f64>().zip(expected) {
+        difference += (found - f64::from(*expected)).powi(2);
+        norm += f64::from(*expected).powi(2);
+        count += 1;
+    }
+    let error = (difference / norm).sqrt();
+    ensure!(
+        count == expected.len() && error <= tolerance,
+        "{what} of {count} numbers differs from the CPU's {} by a relative error of {error:.1e}, expected at most {tolerance:.0e}",
+        expected.len()
+    );
+    Ok(())
+}
