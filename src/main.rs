@@ -10,6 +10,9 @@ use clap::Parser;
 use clap::error::ErrorKind;
 use std::io::{IsTerminal, Write};
 use std::process::ExitCode;
+use tracing_subscriber::filter::Targets;
+use tracing_subscriber::layer::{Layer, SubscriberExt};
+use tracing_subscriber::util::SubscriberInitExt;
 
 // Training makes and drops large tensors all the time: the system's allocator gives their pages back each time.
 #[global_allocator]
@@ -41,13 +44,16 @@ fn main() -> ExitCode {
         }
     };
     let level = if cli.verbose { tracing::Level::DEBUG } else { tracing::Level::WARN };
-    let log = tracing_subscriber::fmt()
-        .with_max_level(level)
+    let log = tracing_subscriber::fmt::layer()
         .with_writer(std::io::stderr)
         .with_target(false)
-        .with_ansi(std::io::stderr().is_terminal());
-    // The log complains about a closed standard error on standard error, which would panic.
-    log.without_time().log_internal_errors(false).init();
+        .with_ansi(std::io::stderr().is_terminal())
+        .without_time()
+        // It complains about a closed standard error on standard error, which would panic.
+        .log_internal_errors(false);
+    // Compilers among the dependencies tell of every pass.
+    let levels = Targets::new().with_default(tracing::Level::WARN).with_target("autoresearch", level);
+    tracing_subscriber::registry().with(log.with_filter(levels)).init();
     match cli.run() {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {

@@ -3,6 +3,7 @@
 use crate::goldens::{change_tensor, copy_shipped};
 use arrow_array::{ArrayRef, RecordBatch, StringArray};
 use autoresearch::config::Profile;
+use autoresearch::data::command::PROGRAM;
 use autoresearch::model::Hyperparameters;
 use autoresearch::run::protocol::{Budget, Protocol};
 use autoresearch::train::BatchPlan;
@@ -14,9 +15,6 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::Arc;
 
-/// How messages call the program.
-const PROGRAM: &str =
-    if cfg!(feature = "tch") { "cargo run --release --features tch --" } else { "cargo run --release --" };
 use tempfile::TempDir;
 
 /// A folder to run the program in, with a cache of its own.
@@ -499,7 +497,7 @@ fn wrong_arguments_are_refused_in_one_line() {
 fn help_and_version_are_no_errors() {
     let place = Place::new();
     assert!(place.ok(&["--version"]).stdout.starts_with("autoresearch "));
-    for command in ["quickstart", "prepare", "train", "eval", "sample", "verify"] {
+    for command in ["quickstart", "prepare", "train", "eval", "sample", "verify", "devices"] {
         assert!(place.ok(&["--help"]).stdout.contains(command));
         assert!(place.ok(&[command, "--help"]).stdout.contains("Usage: autoresearch"));
     }
@@ -513,7 +511,7 @@ fn devices_that_are_unknown_or_not_compiled_in_are_refused() {
     place.assert_refused(&["train", "--device", "tpu"], &["--device", "'tpu'", "auto, cpu"]);
     place.assert_refused(&["verify", "--device", ""], &["--device", "''"]);
     let features = [("libtorch", cfg!(feature = "tch"), "tch"), ("wgpu", cfg!(feature = "wgpu"), "wgpu")];
-    for (device, compiled_in, feature) in features.into_iter().chain([("vulkan", cfg!(feature = "vulkan"), "vulkan")]) {
+    for (device, compiled_in, feature) in features {
         if compiled_in {
             continue;
         }

@@ -2,9 +2,15 @@
 
 use std::path::Path;
 
-/// How cargo runs this program as it was built: without the feature it would build all over again, without GPUs.
-const PROGRAM: &str =
-    if cfg!(feature = "tch") { "cargo run --release --features tch --" } else { "cargo run --release --" };
+/// How cargo runs this program as it was built: without the features it would build all over again, without GPUs.
+pub const PROGRAM: &str = match (cfg!(feature = "tch"), cfg!(feature = "vulkan"), cfg!(feature = "wgpu")) {
+    (true, true, _) => "cargo run --release --features tch,vulkan --",
+    (true, false, true) => "cargo run --release --features tch,wgpu --",
+    (true, false, false) => "cargo run --release --features tch --",
+    (false, true, _) => "cargo run --release --features vulkan --",
+    (false, false, true) => "cargo run --release --features wgpu --",
+    (false, false, false) => "cargo run --release --",
+};
 
 /// A command line of this program that a shell takes as it stands: `words`, and `--cache-dir` where one was given.
 pub fn command(words: &[&str], cache_dir: Option<&Path>) -> String {

@@ -26,14 +26,14 @@ fn assert_close(found: TensorData, expected: TensorData, what: &str) {
     assert!(error < 1e-5, "{what}: relative error {error}");
 }
 
-/// Runs both forms on the same inputs; outputs and the gradients of all inputs must agree.
+/// Runs `fused` on every device and `plain` on the CPU, on the same inputs; outputs and the gradients of all inputs must agree.
 fn agree<const D: usize, const E: usize, const N: usize>(
     shapes: [[usize; D]; N],
     fused: impl Fn([Tensor<D>; N]) -> Tensor<E>,
     plain: impl Fn([Tensor<D>; N]) -> Tensor<E>,
 ) {
-    let device = Device::flex().autodiff();
-    let run = |f: &dyn Fn([Tensor<D>; N]) -> Tensor<E>| {
+    let run = |device: &Device, f: &dyn Fn([Tensor<D>; N]) -> Tensor<E>| {
+        let device = device.clone().autodiff();
         let mut seed = 0;
         let inputs = shapes.map(|shape| {
             seed += 1;
@@ -45,11 +45,28 @@ fn agree<const D: usize, const E: usize, const N: usize>(
         let gradients = inputs.map(|input| input.grad(&gradients).expect("every input has a gradient").into_data());
         (out.into_data(), gradients)
     };
-    let ((found, found_gradients), (expected, expected_gradients)) = (run(&fused), run(&plain));
-    assert_close(found, expected, "output");
-    for (i, (found, expected)) in found_gradients.into_iter().zip(expected_gradients).enumerate() {
-        assert_close(found, expected, &format!("gradient of input {i}"));
+    let (expected, expected_gradients) = run(&Device::flex(), &plain);
+    for device in devices() {
+        let (found, found_gradients) = run(&device, &fused);
+        assert_close(found, expected.clone(), &format!("output on {device:?}"));
+        for (i, (found, expected)) in found_gradients.into_iter().zip(expected_gradients.clone()).enumerate() {
+            assert_close(found, expected, &format!("gradient of input {i} on {device:?}"));
+        }
     }
+}
+
+/// The CPU, and the best adapter of wgpu if there is one.
+fn devices() -> Vec<Device> {
+    #[allow(unused_mut)]
+    let mut devices = vec![Device::flex()];
+    #[cfg(feature = "wgpu")]
+    if crate::device::wgpu::adapters().is_empty() {
+        eprintln!("left out: wgpu finds no adapter");
+    } else {
+        let compute = crate::device::wgpu::device(0, "wgpu", crate::device::compute_type::ComputeType::Float32);
+        devices.push(compute.expect("the adapter can be used").device);
+    }
+    devices
 }
 
 fn plain_rms_norm<const D: usize>(x: Tensor<D>) -> Tensor<D> {
@@ -84,7 +101,8 @@ fn rotary_turns_pairs_by_the_angle() {
         let (a, b) = (x.clone().slice([0..2, 0..6, 0..3, 0..4]), x.slice([0..2, 0..6, 0..3, 4..8]));
         Tensor::cat(vec![a.clone() * cos.clone() + b.clone() * sin.clone(), b * cos - a * sin], 3)
     };
-    agree([[2, 6, 3, 8]], |[x]| rotary(x, cos.clone(), sin.clone()), plain);
+    let at = |angles: &Tensor<2>, x: &Tensor<4>| angles.clone().to_device(&x.device());
+    agree([[2, 6, 3, 8]], |[x]| rotary(x.clone(), at(&cos, &x), at(&sin, &x)), plain);
 }
 
 #[test]
@@ -94,7 +112,7 @@ fn embedding_takes_rows_and_adds_up_their_gradients() {
         [[0, 0, 0, 1], [1, 0, 0, 0], [0, 0, 0, 1], [0, 1, 0, 0], [0, 0, 0, 1], [0, 1, 0, 0]],
         &Device::flex(),
     );
-    agree([[4, 5]], |[w]| embedding(w, tokens.clone()), |[w]| one_hot.clone().matmul(w).reshape([2, 3, 5]));
+    agree([[4, 5]], |[w]| embedding(w.clone(), tokens.clone().to_device(&w.device())), |[w]| one_hot.clone().matmul(w).reshape([2, 3, 5]));
 }
 
 #[test]
@@ -130,11 +148,11 @@ fn mix_agrees_with_its_formula() {
 #[test]
 fn attention_agrees_with_full_scores_for_any_length_window_and_grouping() {
     for (t, h, g, window) in
-        [(1, 1, 1, 1), (5, 2, 2, 2), (64, 4, 2, 64), (65, 4, 1, 7), (130, 2, 1, 65), (130, 2, 2, 0)]
+        [(1, 1, 1, 1), (5, 2, 2, 2), (64, 4, 2, 64), (65, 4, 1, 7), (130, 2, 1, 65), (130, 2, 2, 0), (300, 2, 1, 100)]
     {
         let (q, k) = ([2, t, h, 8], [2, t, g, 8]);
-        let device = Device::flex().autodiff();
-        let run = |f: &dyn Fn(Tensor<4>, Tensor<4>, Tensor<4>, usize) -> Tensor<4>| {
+        let run = |device: &Device, f: &dyn Fn(Tensor<4>, Tensor<4>, Tensor<4>, usize) -> Tensor<4>| {
+            let device = device.clone().autodiff();
             let inputs = [(q, 1), (k, 2), (k, 3)]
                 .map(|(shape, seed)| Tensor::<4>::from_data(random(&shape, seed), &device).require_grad());
             let [q, k, v] = inputs.clone();
@@ -143,15 +161,17 @@ fn attention_agrees_with_full_scores_for_any_length_window_and_grouping() {
             let gradients = (out.clone() * weights).sum().backward();
             (out.into_data(), inputs.map(|x| x.grad(&gradients).expect("a gradient").into_data()))
         };
-        let ((found, found_gradients), (expected, expected_gradients)) =
-            (run(&causal_attention), run(&plain_attention));
-        let case = format!("t {t}, h {h}, g {g}, window {window}");
-        assert_close(found, expected, &case);
-        for (found, expected) in found_gradients.into_iter().zip(expected_gradients) {
-            // With no token back the weights are all 1: the gradients of q and k are nought but rounding.
-            let size: f64 = expected.iter::<f64>().map(f64::abs).sum();
-            if size > 1e-3 {
-                assert_close(found, expected, &format!("{case}, gradients"));
+        let (expected, expected_gradients) = run(&Device::flex(), &plain_attention);
+        for device in devices() {
+            let (found, found_gradients) = run(&device, &causal_attention);
+            let case = format!("t {t}, h {h}, g {g}, window {window} on {device:?}");
+            assert_close(found, expected.clone(), &case);
+            for (found, expected) in found_gradients.into_iter().zip(expected_gradients.clone()) {
+                // With no token back the weights are all 1: the gradients of q and k are nought but rounding.
+                let size: f64 = expected.iter::<f64>().map(f64::abs).sum();
+                if size > 1e-3 {
+                    assert_close(found, expected, &format!("{case}, gradients"));
+                }
             }
         }
     }
@@ -189,7 +209,7 @@ fn loss_agrees_with_log_softmax_over_several_chunks() {
         let targets = Tensor::<1, Int>::from_data(TensorData::new(targets, [n]), &Device::flex());
         agree(
             [[n, c], [v, c]],
-            |[h, w]| softcap_cross_entropy(h, w, targets.clone(), 15.0),
+            |[h, w]| softcap_cross_entropy(h.clone(), w, targets.clone().to_device(&h.device()), 15.0),
             |[h, w]| plain_loss(h, w, &targets),
         );
     }
@@ -202,7 +222,7 @@ fn softcap_and_cross_entropy_agree_with_their_formulas() {
     let plain = |[x]: [Tensor<2>; 1]| {
         activation::log_softmax(x, 1).gather(1, targets.clone().reshape([5, 1])).reshape([5]).neg()
     };
-    agree([[5, 70]], |[x]| cross_entropy(x, targets.clone()), plain);
+    agree([[5, 70]], |[x]| cross_entropy(x.clone(), targets.clone().to_device(&x.device())), plain);
     let device = Device::flex();
     let logits = Tensor::<2>::from_data(random(&[5, 70], 3), &device) * 10.0;
     assert_close(

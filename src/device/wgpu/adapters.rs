@@ -3,6 +3,7 @@
 use crate::device::facts::{GpuFacts, GpuMemory};
 use cubecl::wgpu::{WgpuBackend, WgpuDevice, WgpuDeviceKind, wgpu};
 use std::fmt;
+use std::sync::OnceLock;
 use wgpu::{Backend, DeviceType};
 
 /// Interfaces to GPUs, best first: the first that has a GPU is taken, since a GPU that has several would be listed more than once.
@@ -101,8 +102,13 @@ impl fmt::Display for Adapter {
     }
 }
 
-/// All adapters, real GPUs first: `wgpu:N` is number N, from 0.
-pub fn adapters() -> Vec<Adapter> {
+/// All adapters, real GPUs first: `wgpu:N` is number N, from 0. Drivers are asked once in a process.
+pub fn adapters() -> &'static [Adapter] {
+    static FOUND: OnceLock<Vec<Adapter>> = OnceLock::new();
+    FOUND.get_or_init(look_for_adapters)
+}
+
+fn look_for_adapters() -> Vec<Adapter> {
     let mut software = Vec::new();
     for (backend, api) in APIS {
         let found = adapters_of(backend, api);

@@ -81,6 +81,7 @@ fn keep_what_is_tuned(adapter: &Adapter) -> Result<()> {
     let mut config = CubeClRuntimeConfig::from_current_dir().override_from_env();
     config.environment.name = environment_name(adapter);
     config.environment.path = CacheConfig::Directory(tuning_folder()?);
+    config.compilation.cache = true;
     if !CubeClRuntimeConfig::try_set(config) {
         cubecl::environment::activate(environment_name(adapter));
     }

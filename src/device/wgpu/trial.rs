@@ -8,7 +8,9 @@ use crate::device::ComputeDevice;
 use crate::device::compute_type::ComputeType;
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use burn::tensor::{FloatDType, Int, Tensor, TensorData};
+use chacha20::ChaCha8Rng;
 use clap::ValueEnum;
+use rand::{RngExt, SeedableRng};
 use serde::{Deserialize, Serialize};
 use std::fs;
 use std::io::Read;
@@ -134,8 +136,9 @@ pub fn run(compute: &ComputeDevice) -> Result<()> {
     // The largest relative error: float32 sums in another order, the others round operands and results.
     let tolerance = if compute.product_type == FloatDType::F32 { 1e-5 } else { 1e-2 };
     let (n, c, v) = (256, 128, 192);
-    let wave = |count: usize, pace: f64| (0..count).map(|i| (i as f64 * pace).sin() as f32).collect::<Vec<_>>();
-    let (x, weight) = (wave(n * c, 0.7), wave(v * c, 0.3));
+    let mut rng = ChaCha8Rng::seed_from_u64(1);
+    let mut draw = |count: usize| (0..count).map(|_| rng.random_range(-1.0..1.0)).collect::<Vec<f32>>();
+    let (x, weight) = (draw(n * c), draw(v * c));
     let on_device = |values: &[f32], shape: [usize; 2]| {
         Tensor::<2>::from_data(TensorData::new(values.to_vec(), shape), &device).require_grad()
     };
@@ -157,7 +160,7 @@ pub fn run(compute: &ComputeDevice) -> Result<()> {
 
     // Attention over equal keys is the mean of the values that a query sees.
     let (t, d) = (n, 32);
-    let queries = Tensor::<4>::from_data(TensorData::new(wave(t * d, 0.7), [1, t, 1, d]), &device);
+    let queries = Tensor::<4>::from_data(TensorData::new(draw(t * d), [1, t, 1, d]), &device);
     let keys = Tensor::<4>::ones([1, t, 1, d], &device);
     let values: Vec<f32> = (0..t * d).map(|at| ((at / d) % 7) as f32).collect();
     let seen = Tensor::<4>::from_data(TensorData::new(values.clone(), [1, t, 1, d]), &device);
