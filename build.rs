@@ -14,6 +14,7 @@ fn main() {
                 println!("cargo::rerun-if-changed={name}");
             }
             println!("cargo::rustc-env=AUTORESEARCH_PROTOCOL_SHA256={hash}");
+            keep_compiled_kernels(&hash);
         }
         Err(error) => println!(
             "cargo::error=the sources cannot be hashed ({error}); hint: build in a whole checkout, with Cargo.lock, build and src"
@@ -24,6 +25,16 @@ fn main() {
     #[cfg(feature = "tch")]
     if let Err(message) = libtorch::build() {
         println!("cargo::error={message}");
+    }
+}
+
+/// CubeCL keeps compiled GPU kernels by the program's build id, which linkers make anew after each edit of the model: with one
+/// that hangs on the code the kernels come from (the dependencies and what is hashed here), the next experiment finds them.
+fn keep_compiled_kernels(hash: &str) {
+    let (linux, wgpu) = (std::env::var("CARGO_CFG_TARGET_OS"), std::env::var("CARGO_FEATURE_WGPU"));
+    if linux.is_ok_and(|system| system == "linux") && wgpu.is_ok() {
+        // As long as those that linkers make.
+        println!("cargo::rustc-link-arg-bins=-Wl,--build-id=0x{}", &hash[..40]);
     }
 }
 

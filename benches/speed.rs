@@ -7,6 +7,7 @@ use autoresearch::data::loader::Loader;
 use autoresearch::data::packing::{Packing, Passes};
 use autoresearch::data::tales;
 use autoresearch::device::ComputeDevice;
+use autoresearch::device::compute_type::ComputeType;
 #[cfg(feature = "tch")]
 use autoresearch::device::environment;
 use autoresearch::eval::{ByteLengths, PassSizes, evaluate_bpb};
@@ -26,7 +27,7 @@ const VOCAB_SIZE: usize = 1024;
 fn main() -> anyhow::Result<()> {
     #[cfg(feature = "tch")]
     environment::correct(environment::is_amd())?;
-    let compute = ComputeDevice::select("auto")?;
+    let compute = ComputeDevice::select("auto", ComputeType::Auto)?;
     println!("device: {}", compute.name);
     let stories: Vec<String> = (0..10_000).map(tales::train_document).collect();
     let bytes: usize = stories.iter().map(String::len).sum();

@@ -462,7 +462,12 @@ fn sample(args: &SampleArgs) -> Result<()> {
     );
     ensure!(top_k > 0, "--top-k: expected at least 1, found 0; hint: 1 always takes the likeliest token");
     let sampling = Sampling { tokens, temperature, top_k, seed };
-    let text = run::sample(&args.checkpoint, run::Place { device: args.device.as_deref(), compute_type: None }, &args.prompt, &sampling)?;
+    let text = run::sample(
+        &args.checkpoint,
+        run::Place { device: args.device.as_deref(), compute_type: None },
+        &args.prompt,
+        &sampling,
+    )?;
     say(format_args!("{}{text}", args.prompt));
     Ok(())
 }

@@ -122,7 +122,13 @@ fn a_bf16_model_that_lacks_a_factor_fails_in_bf16() {
 
 #[test]
 fn a_compute_type_without_tolerances_is_refused() {
-    let goldens = Goldens { folder: shipped(), corpus: None, device: cpus().remove(0), compute_type: FloatDType::F64, product_type: FloatDType::F64 };
+    let goldens = Goldens {
+        folder: shipped(),
+        corpus: None,
+        device: cpus().remove(0),
+        compute_type: FloatDType::F64,
+        product_type: FloatDType::F64,
+    };
     let message = goldens.verify(|_| ()).unwrap_err().to_string();
     assert!(message.contains("F16") && message.contains("; hint: "), "{message}");
 }

@@ -5,6 +5,7 @@ use crate::training::rows;
 use autoresearch::config::Profile;
 use autoresearch::data::packing::Passes;
 use autoresearch::device::ComputeDevice;
+use autoresearch::device::compute_type::ComputeType;
 use autoresearch::model::{Gpt, Hyperparameters};
 use autoresearch::optim::{AdamW, Muon, MuonAdamW, adamw_update, muon_update};
 use autoresearch::parameters::{in_compute_type, parameters, take_gradients, with_values};
@@ -16,7 +17,7 @@ use half::bf16;
 /// Every backend for CPUs.
 pub fn cpus() -> Vec<Device> {
     let names = if cfg!(feature = "tch") { &["cpu", "libtorch:cpu"][..] } else { &["cpu"] };
-    names.iter().map(|name| ComputeDevice::select(name).unwrap().device).collect()
+    names.iter().map(|name| ComputeDevice::select(name, ComputeType::Auto).unwrap().device).collect()
 }
 
 fn tokens(device: &Device, step: usize) -> Tensor<2, Int> {

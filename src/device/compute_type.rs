@@ -9,7 +9,8 @@ use std::fmt;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum ComputeType {
-    /// What suits the device: bfloat16 on GPUs that have it, else float16 or float32.
+    /// What suits the device: bfloat16 on GPUs through libtorch, float16 on GPUs through wgpu that have instructions for it, else
+    /// float32.
     #[default]
     Auto,
     /// 24 significant bits.

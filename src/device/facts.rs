@@ -72,14 +72,25 @@ mod tests {
     const GIB: u64 = 1 << 30;
 
     fn described(name: &str, architecture: &str, memory: GpuMemory) -> String {
-        GpuFacts { name: name.to_owned(), architecture: Some(architecture.to_owned()), memory, through: "libtorch".to_owned() }.to_string()
+        GpuFacts {
+            name: name.to_owned(),
+            architecture: Some(architecture.to_owned()),
+            memory,
+            through: "libtorch".to_owned(),
+        }
+        .to_string()
     }
 
     #[test]
     fn a_gpu_is_described_in_one_line_with_the_source_of_its_memory() {
         let memory = GpuMemory { by_driver: Some(150_110_011_392), by_kernel: None };
         assert_eq!(described("NVIDIA H200", "sm_90", memory), "NVIDIA H200 (sm_90, 139.8 GiB by the driver, libtorch)");
-        let unknown = GpuFacts { name: "GPU 0".to_owned(), architecture: None, memory: GpuMemory::default(), through: "libtorch".to_owned() };
+        let unknown = GpuFacts {
+            name: "GPU 0".to_owned(),
+            architecture: None,
+            memory: GpuMemory::default(),
+            through: "libtorch".to_owned(),
+        };
         assert_eq!(unknown.to_string(), "GPU 0 (libtorch)");
     }
 

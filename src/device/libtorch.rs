@@ -1,10 +1,10 @@
 //! Devices through libtorch, which calls GPUs of both makers "cuda".
 
+use super::compute_type::ComputeType;
 use super::diagnosis::{Cause, Maker, diagnose};
 use super::driver::{Cuda, amd_facts};
 use super::facts::{GpuFacts, GpuMemory, computes_in_bf16};
 use super::observation::observe;
-use super::compute_type::ComputeType;
 use super::{ComputeDevice, MemoryCounter, cpu_device};
 use anyhow::{Result, bail};
 use burn::backend::LibTorchDevice;
@@ -66,7 +66,12 @@ pub fn gpu(index: usize, name: &str, compute_type: ComputeType) -> Result<Comput
         Ok(facts) => facts,
         Err(error) => {
             tracing::warn!("the driver says nothing of GPU {index} ({error:#}); hint: everything else works without");
-            GpuFacts { name: format!("GPU {index}"), architecture: None, memory: GpuMemory::default(), through: "libtorch".to_owned() }
+            GpuFacts {
+                name: format!("GPU {index}"),
+                architecture: None,
+                memory: GpuMemory::default(),
+                through: "libtorch".to_owned(),
+            }
         }
     };
     if facts.architecture.as_ref().is_some_and(|architecture| !computes_in_bf16(architecture)) {

@@ -33,8 +33,7 @@ use std::collections::BTreeSet;
 use std::sync::Mutex;
 
 /// What `--device` takes, for help texts and messages.
-pub const DEVICE_NAMES: &str =
-    "auto, cpu, libtorch (the first GPU), libtorch:N (GPU number N, from 0), libtorch:cpu, wgpu (the best adapter), wgpu:N";
+pub const DEVICE_NAMES: &str = "auto, cpu, libtorch (the first GPU), libtorch:N (GPU number N, from 0), libtorch:cpu, wgpu (the best adapter), wgpu:N";
 
 /// A device to compute on.
 #[derive(Clone, Debug)]
@@ -193,7 +192,9 @@ fn cpu_device(device: Device, name: String, dtype: FloatDType) -> ComputeDevice 
 #[cfg(feature = "flex")]
 fn cpu(compute_type: ComputeType) -> Result<ComputeDevice> {
     if !matches!(compute_type, ComputeType::Auto | ComputeType::Float32) {
-        bail!("--compute-type {compute_type}: expected float32 for --device cpu; hint: GPUs and libtorch:cpu have others");
+        bail!(
+            "--compute-type {compute_type}: expected float32 for --device cpu; hint: GPUs and libtorch:cpu have others"
+        );
     }
     let threads = std::thread::available_parallelism().map_or(1, |threads| threads.get());
     Ok(cpu_device(Device::flex(), format!("cpu ({threads} threads, burn-flex)"), FloatDType::F32))

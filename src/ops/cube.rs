@@ -2,8 +2,8 @@
 //! device is fastest in. Everything else is computed in float32, which all devices can: some have bfloat16 for products only.
 
 use super::{FusedOps, Kernels, portable};
-use burn::backend::tensor::{FloatTensor, IntTensor};
 use burn::backend::ops::{FloatTensorOps, IntTensorOps};
+use burn::backend::tensor::{FloatTensor, IntTensor};
 use burn::backend::{Cube, TensorMetadata};
 use burn::tensor::{DType, FloatDType, Shape};
 use std::sync::atomic::{AtomicU8, Ordering};

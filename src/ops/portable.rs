@@ -229,10 +229,25 @@ impl Attention {
         B::float_reshape(x, Shape::from(vec![shape[0], shape[1], heads, shape[2] / heads, shape[3]]))
     }
 
-    /// 0, 1, … t − 1 in float32, which has them all exactly.
-    fn positions<B: Backend>(&self, device: &B::Device) -> FloatTensor<B> {
-        let positions: Vec<f32> = (0..self.t).map(|position| position as f32).collect();
-        B::float_from_data(TensorData::new(positions, [self.t]), device)
+    /// The most keys before its first query that a block sees.
+    fn reach(&self) -> usize {
+        self.blocks().map(|block| block.queries_start - block.keys_start).max().unwrap_or(0)
+    }
+
+    /// What is added to scores so that a query sees no key after itself or before its window: `[rows, reach + rows]` for a block
+    /// of queries and all keys that any block sees; each block takes its columns.
+    fn penalties<B: Backend>(&self, device: &B::Device) -> FloatTensor<B> {
+        let (rows, reach) = (QUERY_BLOCK.min(self.t), self.reach());
+        // In float32, which has all positions exactly.
+        let counted = |count: usize| (0..count).map(|place| place as f32).collect::<Vec<f32>>();
+        let queries = B::float_from_data(TensorData::new(counted(rows), [rows, 1]), device);
+        let keys = B::float_from_data(TensorData::new(counted(reach + rows), [1, reach + rows]), device);
+        let distance = B::float_add_scalar(B::float_sub(queries, keys), (reach as f64).into());
+        // How far a key lies after the query or before its window, as a negative number; zero if the query sees it.
+        let before_window = B::float_add_scalar(B::float_neg(distance.clone()), (self.window as f64).into());
+        let beyond =
+            B::float_add(B::float_clamp_max(distance, 0f64.into()), B::float_clamp_max(before_window, 0f64.into()));
+        B::float_mul_scalar(beyond, PENALTY.into())
     }
 
     /// Scaled, masked scores of a block's queries `[b, g, h / g · rows, d]` in float32.
@@ -241,22 +256,15 @@ impl Attention {
         block: &Block,
         q: FloatTensor<B>,
         k: FloatTensor<B>,
-        positions: &FloatTensor<B>,
+        penalties: &FloatTensor<B>,
     ) -> FloatTensor<B> {
         let scores = to_f32::<B>(B::product(q, B::float_transpose(k)));
         let scores = B::float_mul_scalar(scores, (1.0 / (self.d as f64).sqrt()).into());
         let (rows, keys) = (block.queries_end - block.queries_start, block.queries_end - block.keys_start);
+        let start = self.reach() - (block.queries_start - block.keys_start);
+        let penalty = slice::<B>(slice::<B>(penalties.clone(), 0, 0, rows), 1, start, start + keys);
         let heads = self.h / self.g;
-        let queries = slice::<B>(positions.clone(), 0, block.queries_start, block.queries_end);
-        let queries = B::float_reshape(queries, Shape::from(vec![1, rows, 1]));
-        let keys_at = slice::<B>(positions.clone(), 0, block.keys_start, block.queries_end);
-        let keys_at = B::float_reshape(keys_at, Shape::from(vec![1, 1, keys]));
-        // How far a key lies beyond the query itself or before its window, as a negative number; zero if the query sees it.
-        let distance = B::float_sub(queries, keys_at); // [1, rows, keys]
-        let before_window = B::float_add_scalar(B::float_neg(distance.clone()), (self.window as f64).into());
-        let beyond =
-            B::float_add(B::float_clamp_max(distance, 0f64.into()), B::float_clamp_max(before_window, 0f64.into()));
-        let penalty = B::float_mul_scalar(beyond, PENALTY.into());
+        let penalty = B::float_reshape(penalty, Shape::from(vec![1, rows, keys]));
         let penalty = B::float_expand(penalty, Shape::from(vec![heads, rows, keys]));
         let penalty = B::float_reshape(penalty, Shape::from(vec![1, 1, heads * rows, keys]));
         B::float_add(scores, penalty)
@@ -274,13 +282,13 @@ pub(super) fn attention_forward<B: FusedOps>(
     let dtype = q.dtype();
     let q = call.group_heads::<B>(q); // [b, g, h / g, t, d]
     let (k, v) = (B::float_permute(k, &[0, 2, 1, 3]), B::float_permute(v, &[0, 2, 1, 3])); // [b, g, t, d]
-    let positions = call.positions::<B>(&k.device());
+    let penalties = call.penalties::<B>(&k.device());
     let (mut outputs, mut sums) = (Vec::new(), Vec::new());
     for block in call.blocks() {
         let q = call.as_rows::<B>(slice::<B>(q.clone(), 3, block.queries_start, block.queries_end));
         let k = slice::<B>(k.clone(), 2, block.keys_start, block.queries_end);
         let v = slice::<B>(v.clone(), 2, block.keys_start, block.queries_end);
-        let scores = call.scores::<B>(&block, q, k, &positions);
+        let scores = call.scores::<B>(&block, q, k, &penalties);
         let max = B::float_max_dim(scores.clone(), 3);
         let weights = B::float_exp(B::float_sub(scores, max.clone()));
         let sum = B::float_sum_dim(weights.clone(), 3);
@@ -311,7 +319,7 @@ pub(super) fn attention_backward<B: Kernels>(saved: AttentionState<B>, grad: Flo
     let log_sum_exp = B::float_reshape(log_sum_exp, sums);
     let (k, v) = (B::float_permute(k, &[0, 2, 1, 3]), B::float_permute(v, &[0, 2, 1, 3]));
     let device = k.device();
-    let positions = call.positions::<B>(&device);
+    let penalties = call.penalties::<B>(&device);
     let zeros = || B::float_zeros(Shape::from(vec![call.b, call.g, call.t, call.d]), &device, FloatDType::F32);
     let (mut dq, mut dk, mut dv) = (Vec::new(), zeros(), zeros());
     for block in call.blocks() {
@@ -319,7 +327,7 @@ pub(super) fn attention_backward<B: Kernels>(saved: AttentionState<B>, grad: Flo
             |x: &FloatTensor<B>| call.as_rows::<B>(slice::<B>(x.clone(), 3, block.queries_start, block.queries_end));
         let keys = |x: &FloatTensor<B>| slice::<B>(x.clone(), 2, block.keys_start, block.queries_end);
         let (q, grad) = (rows(&q), rows(&grad));
-        let scores = call.scores::<B>(&block, q.clone(), keys(&k), &positions);
+        let scores = call.scores::<B>(&block, q.clone(), keys(&k), &penalties);
         let weights = B::float_exp(B::float_sub(scores, rows(&log_sum_exp)));
         let weights_low = to_dtype::<B>(weights.clone(), dtype);
         let dv_block = B::product(B::float_transpose(weights_low), grad.clone());
@@ -482,8 +490,7 @@ pub(super) fn newton_schulz<B: FusedOps>(x: FloatTensor<B>, coefficients: Vec<(f
         let gram = if tall { B::product(transposed, x.clone()) } else { B::product(x.clone(), transposed) };
         let square = B::product(gram.clone(), gram.clone());
         let polynomial = B::float_add(B::float_mul_scalar(gram, b.into()), B::float_mul_scalar(square, c.into()));
-        let correction =
-            if tall { B::product(x.clone(), polynomial) } else { B::product(polynomial, x.clone()) };
+        let correction = if tall { B::product(x.clone(), polynomial) } else { B::product(polynomial, x.clone()) };
         x = B::float_add(B::float_mul_scalar(x, a.into()), correction);
     }
     x

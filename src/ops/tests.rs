@@ -112,7 +112,11 @@ fn embedding_takes_rows_and_adds_up_their_gradients() {
         [[0, 0, 0, 1], [1, 0, 0, 0], [0, 0, 0, 1], [0, 1, 0, 0], [0, 0, 0, 1], [0, 1, 0, 0]],
         &Device::flex(),
     );
-    agree([[4, 5]], |[w]| embedding(w.clone(), tokens.clone().to_device(&w.device())), |[w]| one_hot.clone().matmul(w).reshape([2, 3, 5]));
+    agree(
+        [[4, 5]],
+        |[w]| embedding(w.clone(), tokens.clone().to_device(&w.device())),
+        |[w]| one_hot.clone().matmul(w).reshape([2, 3, 5]),
+    );
 }
 
 #[test]

@@ -7,11 +7,8 @@ use std::sync::OnceLock;
 use wgpu::{Backend, DeviceType};
 
 /// Interfaces to GPUs, best first: the first that has a GPU is taken, since a GPU that has several would be listed more than once.
-const APIS: [(Backend, WgpuBackend); 3] = [
-    (Backend::Vulkan, WgpuBackend::Vulkan),
-    (Backend::Metal, WgpuBackend::Metal),
-    (Backend::Dx12, WgpuBackend::Dx12),
-];
+const APIS: [(Backend, WgpuBackend); 3] =
+    [(Backend::Vulkan, WgpuBackend::Vulkan), (Backend::Metal, WgpuBackend::Metal), (Backend::Dx12, WgpuBackend::Dx12)];
 
 /// What an adapter is, real GPUs first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]

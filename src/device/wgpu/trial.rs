@@ -3,9 +3,9 @@
 
 use super::{Adapter, tuning_folder};
 use crate::atomic_file::write_atomically;
-use crate::ops;
 use crate::device::ComputeDevice;
 use crate::device::compute_type::ComputeType;
+use crate::ops;
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use burn::tensor::{FloatDType, Int, Tensor, TensorData};
 use chacha20::ChaCha8Rng;
@@ -101,7 +101,8 @@ fn tried(program: &Path, adapter: &Adapter, number: usize, wanted: ComputeType) 
         bail!("{adapter}: a trial with compute type {wanted} {} ({last}); hint: {HINT}", how_it_ended(status));
     }
     tracing::debug!("tried in {:.1?}", started.elapsed());
-    ComputeType::from_str(said.trim(), true).map_err(|error| anyhow!("{adapter}: a trial answered '{said}' ({error}); hint: {HINT}"))
+    ComputeType::from_str(said.trim(), true)
+        .map_err(|error| anyhow!("{adapter}: a trial answered '{said}' ({error}); hint: {HINT}"))
 }
 
 fn read(pipe: Option<impl Read + Send + 'static>) -> JoinHandle<String> {
@@ -114,7 +115,8 @@ fn read(pipe: Option<impl Read + Send + 'static>) -> JoinHandle<String> {
     })
 }
 
-const HINT: &str = "another version of its driver may help; --compute-type float32 asks least of it, and --device cpu does without it";
+const HINT: &str =
+    "another version of its driver may help; --compute-type float32 asks least of it, and --device cpu does without it";
 
 fn how_it_ended(status: ExitStatus) -> String {
     #[cfg(unix)]
@@ -150,11 +152,15 @@ pub fn run(compute: &ComputeDevice) -> Result<()> {
     // The gradient of Σ y² / 2 is y itself: both gradients are products with it.
     let gradients = (y.clone() * y).sum().div_scalar(2).backward();
     let transposed = |values: &[f32], rows: usize, columns: usize| -> Vec<f32> {
-        (0..columns).flat_map(|column| (0..rows).map(move |row| (row, column))).map(|(row, column)| values[row * columns + column]).collect()
+        (0..columns)
+            .flat_map(|column| (0..rows).map(move |row| (row, column)))
+            .map(|(row, column)| values[row * columns + column])
+            .collect()
     };
     let dx = product(&expected, &transposed(&weight, v, c), v);
     let dweight = product(&transposed(&expected, n, v), &transposed(&x, n, c), n);
-    let gradient = |of: &Tensor<2>| of.grad(&gradients).context("a product's operand has no gradient").map(Tensor::into_data);
+    let gradient =
+        |of: &Tensor<2>| of.grad(&gradients).context("a product's operand has no gradient").map(Tensor::into_data);
     agree("a gradient", gradient(&x_there)?, &dx, tolerance)?;
     agree("a weight's gradient", gradient(&weight_there)?, &dweight, tolerance)?;
 
