@@ -130,7 +130,7 @@ fn a_compute_type_without_tolerances_is_refused() {
         product_type: FloatDType::F64,
     };
     let message = goldens.verify(|_| ()).unwrap_err().to_string();
-    assert!(message.contains("F16") && message.contains("; hint: "), "{message}");
+    assert!(message.contains("F64") && message.contains("; hint: "), "{message}");
 }
 
 #[test]
