@@ -6,11 +6,11 @@ use crate::config::Config;
 use crate::data::command::{command, prepare_command};
 use crate::data::manifest::Manifest;
 use crate::data::prepare::{DEFAULT_VOCAB_SIZE, PrepareOptions, prepare};
-use crate::device::compute_type::{ComputeType, type_name};
+use crate::device::compute_type::ComputeType;
 use crate::device::list::devices;
-#[cfg(feature = "wgpu")]
-use crate::device::wgpu::trial;
 use crate::device::{ComputeDevice, DEVICE_NAMES};
+#[cfg(feature = "wgpu")]
+use crate::device::{compute_type::type_name, wgpu::trial};
 use crate::output::say;
 use crate::run::{self, Conditions, Record, RunPlace, Watchdog};
 use crate::sample::Sampling;

@@ -28,6 +28,8 @@ fn main() -> ExitCode {
         print_error(&error.to_string());
         return ExitCode::FAILURE;
     }
+    #[cfg(feature = "wgpu")]
+    autoresearch::device::wgpu::leave_out_window_systems();
     // Memory that was used for one step is used again in the next: with giving it back to the system in between, a
     // fourteenth of a step went into clearing pages.
     // SAFETY: sets a number in mimalloc's options, which may be done at any time.

@@ -29,3 +29,6 @@ mod research;
 mod setup_libtorch;
 // The training loop with a clock of its own.
 mod training;
+// GPUs through wgpu: adapters, refusals, a run from training to text.
+#[cfg(feature = "wgpu")]
+mod wgpu;

@@ -67,6 +67,20 @@ pub struct Adapter {
 }
 
 impl Adapter {
+    /// One that no machine has.
+    #[cfg(test)]
+    pub(super) fn stand_in(name: &str) -> Self {
+        let driver = "driver 1.2".to_owned();
+        Self {
+            name: name.to_owned(),
+            driver,
+            kind: AdapterKind::Discrete,
+            api: WgpuBackend::Vulkan,
+            memory: None,
+            place: 0,
+        }
+    }
+
     /// CubeCL's name for it.
     pub fn device(&self) -> WgpuDevice {
         let kind = match self.kind {
@@ -162,4 +176,35 @@ fn is_own(flags: u32) -> bool {
 #[cfg(target_vendor = "apple")]
 fn memory(_adapter: &wgpu::Adapter) -> Option<u64> {
     None
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn real_gpus_come_first() {
+        let kinds = [DeviceType::Cpu, DeviceType::Other, DeviceType::IntegratedGpu, DeviceType::DiscreteGpu];
+        let mut kinds = kinds.map(AdapterKind::from);
+        kinds.sort();
+        assert_eq!(
+            kinds,
+            [AdapterKind::Discrete, AdapterKind::Integrated, AdapterKind::Unknown, AdapterKind::Software]
+        );
+    }
+
+    #[test]
+    fn an_adapter_is_described_in_one_line() {
+        let adapter = Adapter { memory: Some(16 << 30), ..Adapter::stand_in("Some GPU") };
+        assert_eq!(adapter.to_string(), "Some GPU (discrete GPU, 16.0 GiB by the driver, Vulkan, driver 1.2)");
+        let facts = adapter.facts("SPIR-V").to_string();
+        assert_eq!(facts, "Some GPU (16.0 GiB by the driver, wgpu: discrete GPU, Vulkan, SPIR-V)");
+    }
+
+    #[test]
+    fn what_is_found_here_is_listed_in_the_order_of_its_kinds() {
+        let found = adapters();
+        assert!(found.is_sorted_by_key(|adapter| adapter.kind), "{found:?}");
+        assert!(found.iter().all(|adapter| !adapter.name.is_empty() && !adapter.driver.is_empty()), "{found:?}");
+    }
 }

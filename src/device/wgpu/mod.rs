@@ -30,6 +30,16 @@ pub const HINT_ON_DRIVERS: &str = if cfg!(target_os = "linux") {
 /// A device that this process has started, and the adapter it computes on.
 static STARTED: Mutex<Vec<(Adapter, Device)>> = Mutex::new(Vec::new());
 
+/// Tells Mesa not to look for a window system when it lists adapters: where there is none it complains, and we choose among the
+/// adapters ourselves. To be called before there are threads.
+pub fn leave_out_window_systems() {
+    const LAYER: &str = "NODEVICE_SELECT";
+    if std::env::var_os(LAYER).is_none() {
+        // SAFETY: there is no other thread that could read the environment meanwhile.
+        unsafe { std::env::set_var(LAYER, "1") };
+    }
+}
+
 /// Adapter number `number` of [`adapters`]; messages call it `--device NAME`.
 ///
 /// # Errors

@@ -52,10 +52,11 @@ pub(super) fn product_type(adapter: &Adapter, number: usize, wanted: ComputeType
     let verdict = match known {
         Some(verdict) => verdict,
         None => {
-            let verdict = match tried(program, adapter, number, wanted) {
+            let tried = |wanted| tried(program, adapter, number, wanted, LIMIT);
+            let verdict = match tried(wanted) {
                 Ok(products) => Verdict { products, fell_back: None },
                 Err(error) if wanted == ComputeType::Auto => {
-                    let products = tried(program, adapter, number, ComputeType::Float32)?;
+                    let products = tried(ComputeType::Float32)?;
                     Verdict { products, fell_back: Some(format!("{error:#}")) }
                 }
                 Err(error) => return Err(error),
@@ -70,8 +71,14 @@ pub(super) fn product_type(adapter: &Adapter, number: usize, wanted: ComputeType
     Ok(Some(verdict.products))
 }
 
-/// The type that a trial came out well in.
-fn tried(program: &Path, adapter: &Adapter, number: usize, wanted: ComputeType) -> Result<ComputeType> {
+/// The type that a trial of `limit` at most came out well in.
+fn tried(
+    program: &Path,
+    adapter: &Adapter,
+    number: usize,
+    wanted: ComputeType,
+    limit: Duration,
+) -> Result<ComputeType> {
     tracing::debug!("trying {adapter}, compute type {wanted}");
     let started = Instant::now();
     let mut child = Command::new(program)
@@ -88,10 +95,10 @@ fn tried(program: &Path, adapter: &Adapter, number: usize, wanted: ComputeType) 
         if let Some(status) = child.try_wait()? {
             break status;
         }
-        if started.elapsed() > LIMIT {
+        if started.elapsed() > limit {
             child.kill().ok();
             child.wait().ok();
-            bail!("{adapter}: a trial with compute type {wanted} did not end within {LIMIT:?}; hint: {HINT}");
+            bail!("{adapter}: a trial with compute type {wanted} did not end within {limit:?}; hint: {HINT}");
         }
         std::thread::sleep(Duration::from_millis(20));
     };
@@ -209,4 +216,51 @@ fn agree(what: &str, found: TensorData, expected: &[f32], tolerance: f64) -> Res
         expected.len()
     );
     Ok(())
+}
+
+#[cfg(all(test, unix))]
+mod tests {
+    use super::*;
+    use std::os::unix::fs::PermissionsExt;
+
+    /// What becomes of a trial in which the program does `script`.
+    fn trial(script: &str, limit: Duration) -> Result<ComputeType> {
+        let folder = tempfile::tempdir().unwrap();
+        let program = folder.path().join("program");
+        fs::write(&program, format!("#!/bin/sh\n{script}\n")).unwrap();
+        fs::set_permissions(&program, fs::Permissions::from_mode(0o755)).unwrap();
+        tried(&program, &Adapter::stand_in("Crashing GPU"), 3, ComputeType::Float16, limit)
+    }
+
+    #[test]
+    fn what_a_driver_does_to_a_trial_is_told_with_the_adapters_name() {
+        let minute = Duration::from_secs(60);
+        assert_eq!(trial("echo float16", minute).unwrap(), ComputeType::Float16);
+        let arguments = "[ \"$*\" = 'trial --device wgpu:3 --compute-type float16' ] && echo float16";
+        assert!(trial(arguments, minute).is_ok());
+        for (script, limit, told) in [
+            ("kill -SEGV $$", minute, "was ended by signal 11 (nothing was said)"),
+            (
+                "echo first >&2; echo 'error: lost the device' >&2; exit 7",
+                minute,
+                "exit code 7 (error: lost the device)",
+            ),
+            ("exec sleep 60", Duration::from_millis(50), "did not end within 50ms"),
+            ("echo banana", minute, "answered 'banana"),
+        ] {
+            let message = format!("{:#}", trial(script, limit).unwrap_err());
+            for part in ["Crashing GPU", told, "; hint: "] {
+                assert!(message.contains(part), "{script}: {message}");
+            }
+        }
+    }
+
+    #[test]
+    fn numbers_that_differ_are_noticed() {
+        let data = |values: &[f32]| TensorData::new(values.to_vec(), [values.len()]);
+        assert!(agree("a sum", data(&[1.0, 2.0]), &[1.0, 2.0], 1e-5).is_ok());
+        for wrong in [&[1.0, 2.1][..], &[1.0, f32::NAN], &[1.0]] {
+            assert!(agree("a sum", data(wrong), &[1.0, 2.0], 1e-2).is_err(), "{wrong:?}");
+        }
+    }
 }
