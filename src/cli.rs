@@ -21,7 +21,8 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 /// Starting a GPU's driver takes seconds.
-const LONGEST_CHOICE: Duration = Duration::from_secs(120);
+/// Adapters of wgpu are tried before their first use, at most twice.
+const LONGEST_CHOICE: Duration = Duration::from_secs(if cfg!(feature = "wgpu") { 600 } else { 120 });
 const HUNG_DRIVER: &str = "a GPU's driver may hang, see the system's log (dmesg)";
 
 const CPU_CONFIG: &str = include_str!("../configs/cpu.toml");
@@ -329,8 +330,8 @@ fn quickstart(cache_dir: Option<&Path>) -> Result<()> {
         cache_dir: options.cache_dir,
     };
     let run = recorded(|record| {
-        let _watchdog = watch(&conditions.config, record);
-        run::train(&conditions, record)
+        let watchdog = watch(&conditions.config, record);
+        run::train(&conditions, record, watchdog.as_ref())
     })?;
     let prompt = "Once upon a time";
     say(format_args!("---\nA sample after \"{prompt}\":"));
@@ -433,9 +434,9 @@ fn train_in(place: RunPlace, args: TrainArgs, record: &Record) -> Result<()> {
     {
         say(format_args!("kill limit: raised from {usual} to {limit} s, in proportion to --time-budget"));
     }
-    let _watchdog = watch(&config, record);
+    let watchdog = watch(&config, record);
     let conditions = Conditions { config, config_name, steps: args.steps, place, cache_dir: args.cache.cache_dir };
-    run::train(&conditions, record)?;
+    run::train(&conditions, record, watchdog.as_ref())?;
     Ok(())
 }
 

@@ -43,7 +43,7 @@ pub struct Config {
     pub sequence_len: usize,
     /// Training time in seconds; compilation, data preparation and evaluation are not part of it.
     pub time_budget_seconds: f64,
-    /// Time that the whole run may take, from start to summary, in seconds: then it is ended, since something hangs. None: any
+    /// Time that the whole run may take, from start to summary and without its first step, in seconds: then it is ended, since something hangs. None: any
     /// time, as in runs from before there was a limit.
     pub kill_limit_seconds: Option<f64>,
     /// First steps, which are not charged to the budget: compilers and caches warm up in them. The first one never is, the

@@ -25,8 +25,8 @@ use std::path::{Path, PathBuf};
 
 /// Added to the budget where the configuration has no limit for a whole run.
 const GRACE_SECONDS: f64 = 300.0;
-/// A run ends itself at its limit; it is killed where even that does not work.
-const KILL_GRACE_SECONDS: f64 = 20.0;
+/// A run ends itself at its limit, in which its first step does not count; it is killed where even that does not work.
+const KILL_GRACE_SECONDS: f64 = if cfg!(feature = "wgpu") { 620.0 } else { 20.0 };
 /// Limit of runs that have a number of steps.
 const STEPS_LIMIT_SECONDS: f64 = 3600.0;
 

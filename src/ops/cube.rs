@@ -51,13 +51,13 @@ fn product_over_rows(a: FloatTensor<Cube>, b: FloatTensor<Cube>) -> FloatTensor<
 }
 
 impl FusedOps for Cube {
+    fn operand(x: FloatTensor<Self>) -> FloatTensor<Self> {
+        if x.dtype() == DType::from(product_type()) { x } else { Self::float_cast(x, product_type()) }
+    }
+
     fn product(a: FloatTensor<Self>, b: FloatTensor<Self>) -> FloatTensor<Self> {
-        let (dtype, product_type) = (a.dtype(), product_type());
-        if dtype == DType::from(product_type) {
-            return Self::float_matmul(a, b);
-        }
-        let out = Self::float_matmul(Self::float_cast(a, product_type), Self::float_cast(b, product_type));
-        Self::float_cast(out, dtype.into())
+        let out = Self::float_matmul(Self::operand(a), Self::operand(b));
+        if out.dtype() == DType::F32 { out } else { Self::float_cast(out, FloatDType::F32) }
     }
 }
 
@@ -76,6 +76,7 @@ impl Kernels for Cube {
         let grad = portable::times::<Self>(Self::float_reshape(grad, Shape::from(vec![rows, c])), scale);
         let tokens = Self::int_reshape(tokens, Shape::from(vec![rows]));
         let ids = portable::token_ids::<Self>(v, &grad.device());
+        let grad = Self::operand(grad);
         let parts = portable::row_chunks(rows).map(|(start, end)| {
             let tokens = portable::target_column::<Self>(&tokens, start, end);
             let grad = portable::slice::<Self>(grad.clone(), 0, start, end);
@@ -105,7 +106,7 @@ impl Kernels for Cube {
         grad: FloatTensor<Self>,
     ) -> [FloatTensor<Self>; 2] {
         let scale = Self::gradient_scale(grad.shape()[0]);
-        let grad = portable::times::<Self>(grad, scale);
+        let grad = Self::operand(portable::times::<Self>(grad, scale));
         let dweight = product_over_rows(grad.clone(), x);
         [Self::product(grad, weight), dweight].map(|gradient| portable::times::<Self>(gradient, 1.0 / scale))
     }

@@ -29,7 +29,13 @@ use std::thread::JoinHandle;
     Autodiff
 )]
 pub trait FusedOps: Backend {
-    /// The matrix product of stacks of matrices, in the type that the device multiplies in; the result has the operands' type.
+    /// `x` as [`product`](FusedOps::product) takes it: for operands of more than one product.
+    fn operand(x: FloatTensor<Self>) -> FloatTensor<Self> {
+        x
+    }
+
+    /// The matrix product of stacks of matrices, in the type that the device multiplies in. The result has the type that
+    /// activations have on the device, be the operands of that type or made by [`operand`](FusedOps::operand).
     fn product(a: FloatTensor<Self>, b: FloatTensor<Self>) -> FloatTensor<Self> {
         Self::float_matmul(a, b)
     }

@@ -90,7 +90,7 @@ pub(super) fn project_backward<B: Kernels>(
     grad: FloatTensor<B>,
 ) -> [FloatTensor<B>; 2] {
     let scale = B::gradient_scale(grad.shape()[0]);
-    let grad = times::<B>(grad, scale);
+    let grad = B::operand(times::<B>(grad, scale));
     // The weight's gradient comes out in the weight's own layout, ready to be accumulated and stacked.
     let dweight = B::product(B::float_transpose(grad.clone()), x);
     [B::product(grad, weight), dweight].map(|gradient| times::<B>(gradient, 1.0 / scale))
@@ -205,6 +205,22 @@ impl Attention {
         })
     }
 
+    /// What all blocks take products of, made once: the scaled queries `[b, g, h / g, t, d]`, keys and values `[b, g, t, d]`.
+    fn operands<B: FusedOps>(
+        &self,
+        q: FloatTensor<B>,
+        keys_and_values: [FloatTensor<B>; 2],
+    ) -> (FloatTensor<B>, [FloatTensor<B>; 2]) {
+        let q = B::operand(B::float_mul_scalar(q, self.scale().into()));
+        let by_head = |x| B::float_permute(B::operand(x), &[0, 2, 1, 3]);
+        (self.group_heads::<B>(q), keys_and_values.map(by_head))
+    }
+
+    /// 1 / √d
+    fn scale(&self) -> f64 {
+        1.0 / (self.d as f64).sqrt()
+    }
+
     /// [b, t, h, d] to [b, g, h / g, t, d]: the query heads of one key/value head side by side.
     fn group_heads<B: Backend>(&self, x: FloatTensor<B>) -> FloatTensor<B> {
         let x = B::float_reshape(x, Shape::from(vec![self.b, self.t, self.g, self.h / self.g, self.d]));
@@ -250,7 +266,7 @@ impl Attention {
         B::float_mul_scalar(beyond, PENALTY.into())
     }
 
-    /// Scaled, masked scores of a block's queries `[b, g, h / g · rows, d]` in float32.
+    /// Masked scores of a block's queries `[b, g, h / g · rows, d]`, which are scaled already, in float32.
     fn scores<B: FusedOps>(
         &self,
         block: &Block,
@@ -259,7 +275,6 @@ impl Attention {
         penalties: &FloatTensor<B>,
     ) -> FloatTensor<B> {
         let scores = to_f32::<B>(B::product(q, B::float_transpose(k)));
-        let scores = B::float_mul_scalar(scores, (1.0 / (self.d as f64).sqrt()).into());
         let (rows, keys) = (block.queries_end - block.queries_start, block.queries_end - block.keys_start);
         let start = self.reach() - (block.queries_start - block.keys_start);
         let penalty = slice::<B>(slice::<B>(penalties.clone(), 0, 0, rows), 1, start, start + keys);
@@ -280,8 +295,7 @@ pub(super) fn attention_forward<B: FusedOps>(
 ) -> (FloatTensor<B>, FloatTensor<B>) {
     let call = Attention::new::<B>(&q, &k, window);
     let dtype = q.dtype();
-    let q = call.group_heads::<B>(q); // [b, g, h / g, t, d]
-    let (k, v) = (B::float_permute(k, &[0, 2, 1, 3]), B::float_permute(v, &[0, 2, 1, 3])); // [b, g, t, d]
+    let (q, [k, v]) = call.operands::<B>(q, [k, v]);
     let penalties = call.penalties::<B>(&k.device());
     let (mut outputs, mut sums) = (Vec::new(), Vec::new());
     for block in call.blocks() {
@@ -292,8 +306,9 @@ pub(super) fn attention_forward<B: FusedOps>(
         let max = B::float_max_dim(scores.clone(), 3);
         let weights = B::float_exp(B::float_sub(scores, max.clone()));
         let sum = B::float_sum_dim(weights.clone(), 3);
-        let weights = to_dtype::<B>(B::float_div(weights, sum.clone()), dtype);
-        outputs.push(call.as_heads::<B>(B::product(weights, v)));
+        // Divided by their sum after the product: there are fewer channels than keys.
+        let product = to_f32::<B>(B::product(to_dtype::<B>(weights, dtype), v));
+        outputs.push(call.as_heads::<B>(to_dtype::<B>(B::float_div(product, sum.clone()), dtype)));
         sums.push(call.as_heads::<B>(B::float_add(max, B::float_log(sum))));
     }
     let out = call.ungroup_heads::<B>(B::float_cat(outputs, 3));
@@ -306,19 +321,17 @@ pub(super) fn attention_backward<B: Kernels>(saved: AttentionState<B>, grad: Flo
     let AttentionState { q, k, v, out, log_sum_exp, window } = saved;
     let call = Attention::new::<B>(&q, &k, window);
     let dtype = q.dtype();
-    let scale = 1.0 / (call.d as f64).sqrt();
     let gradient_scale = B::gradient_scale(call.b * call.t);
     let grad = times::<B>(grad, gradient_scale);
-    let q = call.group_heads::<B>(q);
+    let device = k.device();
+    let (q, [k, v]) = call.operands::<B>(q, [k, v]);
     // delta = sum over d of grad · out, the softmax's own correction.
     let delta = B::float_sum_dim(B::float_mul(to_f32::<B>(grad.clone()), to_f32::<B>(out)), 3);
     let delta = B::float_reshape(delta, Shape::from(vec![call.b, call.t, call.g, call.h / call.g, 1]));
     let delta = B::float_permute(delta, &[0, 2, 3, 1, 4]);
-    let grad = call.group_heads::<B>(grad);
+    let grad = call.group_heads::<B>(B::operand(grad));
     let sums = Shape::from(vec![call.b, call.g, call.h / call.g, call.t, 1]);
     let log_sum_exp = B::float_reshape(log_sum_exp, sums);
-    let (k, v) = (B::float_permute(k, &[0, 2, 1, 3]), B::float_permute(v, &[0, 2, 1, 3]));
-    let device = k.device();
     let penalties = call.penalties::<B>(&device);
     let zeros = || B::float_zeros(Shape::from(vec![call.b, call.g, call.t, call.d]), &device, FloatDType::F32);
     let (mut dq, mut dk, mut dv) = (Vec::new(), zeros(), zeros());
@@ -333,7 +346,7 @@ pub(super) fn attention_backward<B: Kernels>(saved: AttentionState<B>, grad: Flo
         let dv_block = B::product(B::float_transpose(weights_low), grad.clone());
         let dweights = to_f32::<B>(B::product(grad, B::float_transpose(keys(&v))));
         let dscores = B::float_mul(weights, B::float_sub(dweights, rows(&delta)));
-        let dscores = to_dtype::<B>(B::float_mul_scalar(dscores, scale.into()), dtype);
+        let dscores = B::operand(to_dtype::<B>(dscores, dtype));
         dq.push(call.as_heads::<B>(B::product(dscores.clone(), keys(&k))));
         let dk_block = B::product(B::float_transpose(dscores), q);
         let add = |total: FloatTensor<B>, part: FloatTensor<B>| {
@@ -344,7 +357,8 @@ pub(super) fn attention_backward<B: Kernels>(saved: AttentionState<B>, grad: Flo
         dk = add(dk, dk_block);
         dv = add(dv, dv_block);
     }
-    let dq = call.ungroup_heads::<B>(B::float_cat(dq, 3));
+    // Scores are of scaled queries: those as they came change them less.
+    let dq = B::float_mul_scalar(call.ungroup_heads::<B>(B::float_cat(dq, 3)), call.scale().into());
     let [dk, dv] = [dk, dv].map(|x| to_dtype::<B>(B::float_permute(x, &[0, 2, 1, 3]), dtype));
     [dq, dk, dv].map(|gradient| times::<B>(gradient, 1.0 / gradient_scale))
 }
@@ -427,10 +441,10 @@ pub(super) fn softcap_cross_entropy_gradients<B: Kernels>(
     let scale = B::gradient_scale(n);
     let mut dweight = B::float_zeros(weight.shape(), &device, FloatDType::F32);
     let ids = token_ids::<B>(weight.shape()[0], &device);
-    let weight = to_dtype::<B>(weight, dtype);
+    let (weight, all_hidden) = (B::operand(to_dtype::<B>(weight, dtype)), B::operand(hidden));
     let (mut losses, mut dhidden) = (Vec::new(), Vec::new());
     for (start, end) in row_chunks(n) {
-        let hidden = slice::<B>(hidden.clone(), 0, start, end);
+        let hidden = slice::<B>(all_hidden.clone(), 0, start, end);
         let targets = target_column::<B>(&targets, start, end);
         let chunk = chunk_loss::<B>(hidden.clone(), weight.clone(), targets.clone(), cap);
         losses.push(chunk.loss);
@@ -440,7 +454,7 @@ pub(super) fn softcap_cross_entropy_gradients<B: Kernels>(
         // d tanh(z / cap)·cap / dz = 1 − tanh²
         let slope = B::float_neg(B::float_mul(chunk.squashed.clone(), chunk.squashed));
         let slope = B::float_mul_scalar(B::float_add_scalar(slope, 1f64.into()), (scale / n as f64).into());
-        let dlogits = to_dtype::<B>(B::float_mul(dcapped, slope), dtype); // [rows, v]
+        let dlogits = B::operand(to_dtype::<B>(B::float_mul(dcapped, slope), dtype)); // [rows, v]
         dhidden.push(B::product(dlogits.clone(), weight.clone()));
         let part = to_f32::<B>(B::product(B::float_transpose(dlogits), hidden));
         dweight = B::float_add(dweight, part);

@@ -91,12 +91,13 @@ struct Resolved {
     protocol: Option<Protocol>,
 }
 
-/// Trains, evaluates and prints the summary; gives the run's folder. `record` is told of each phase.
+/// Trains, evaluates and prints the summary; gives the run's folder. `record` is told of each phase, `watchdog` of the time that
+/// the first step took: compilers decide on it.
 ///
 /// # Errors
 /// If the conditions are not legal, the data is not prepared ([`DataError`]), the training diverges ([`Diverged`]) or a file
 /// cannot be written.
-pub fn train(conditions: &Conditions, record: &Record) -> Result<PathBuf> {
+pub fn train(conditions: &Conditions, record: &Record, watchdog: Option<&Watchdog>) -> Result<PathBuf> {
     let Conditions { config, config_name, .. } = conditions;
     let compute = ComputeDevice::select(&config.device, config.compute_type)?;
     let peak_flops = compute.peak_flops()?;
@@ -163,6 +164,9 @@ pub fn train(conditions: &Conditions, record: &Record) -> Result<PathBuf> {
     .run(|step| {
         if step.step == 0 {
             ops::choices().iter().for_each(say);
+            if let Some(watchdog) = watchdog {
+                watchdog.lengthen(step.duration);
+            }
         }
         progress.show(step);
         folder.append_metrics(&StepRecord { step, memory_mb: compute.peak_memory_mib() })

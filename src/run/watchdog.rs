@@ -6,7 +6,7 @@ use crate::output::say;
 use std::io::{IsTerminal, stdout};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// How long the last words may take: whoever reads them may be hung too.
 const LAST_WORDS: Duration = Duration::from_secs(2);
@@ -19,28 +19,40 @@ unsafe extern "C" {
 /// Ends the process if it is not dropped in time.
 #[derive(Debug)]
 pub struct Watchdog {
-    /// Dropping it tells the thread.
-    _alive: Sender<()>,
+    /// What comes through it is added to the limit; dropping it ends the watch.
+    more: Sender<Duration>,
 }
 
 impl Watchdog {
     /// Watches from now: after `limit` it writes `line` down in `record`, prints it on standard output and ends the process
     /// with code 1, whatever the other threads do.
     pub fn start(limit: Duration, line: String, record: &Record) -> Self {
-        let (alive, ended) = channel();
+        let (more, received) = channel();
         let record = record.clone();
         thread::spawn(move || {
-            if lasts_longer(&ended, limit) {
+            if lasts_longer(&received, limit) {
                 end_process(line, record);
             }
         });
-        Self { _alive: alive }
+        Self { more }
+    }
+
+    /// Gives `time` more.
+    pub fn lengthen(&self, time: Duration) {
+        // The other end is gone when the process is about to end.
+        self.more.send(time).ok();
     }
 }
 
-/// Whether the other end of `ended` is still there after `limit`; returns at once when it goes.
-fn lasts_longer(ended: &Receiver<()>, limit: Duration) -> bool {
-    ended.recv_timeout(limit) == Err(RecvTimeoutError::Timeout)
+/// Whether the other end of `more` is still there after `limit` and what it sends; returns at once when it goes.
+fn lasts_longer(more: &Receiver<Duration>, mut limit: Duration) -> bool {
+    let start = Instant::now();
+    loop {
+        match more.recv_timeout(limit.saturating_sub(start.elapsed())) {
+            Ok(time) => limit = limit.saturating_add(time),
+            Err(error) => return error == RecvTimeoutError::Timeout,
+        }
+    }
 }
 
 fn end_process(line: String, record: Record) -> ! {
@@ -71,9 +83,18 @@ mod tests {
 
     #[test]
     fn what_ends_in_time_is_left_alone_and_what_does_not_is_noticed() {
-        let (alive, ended) = channel();
-        assert!(lasts_longer(&ended, Duration::from_millis(1)));
-        drop(alive);
-        assert!(!lasts_longer(&ended, Duration::MAX));
+        let (more, received) = channel();
+        assert!(lasts_longer(&received, Duration::from_millis(1)));
+        drop(more);
+        assert!(!lasts_longer(&received, Duration::MAX));
+    }
+
+    #[test]
+    fn time_that_is_given_is_waited_for() {
+        let (more, received) = channel();
+        more.send(Duration::MAX).unwrap();
+        drop(more);
+        // Without it the limit would be over before the end is noticed.
+        assert!(!lasts_longer(&received, Duration::ZERO));
     }
 }

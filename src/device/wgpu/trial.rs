@@ -21,7 +21,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 /// A trial computes for a moment; what takes so long is the compilation of its kernels, in several forms, at the first time.
-const LIMIT: Duration = Duration::from_secs(300);
+const LIMIT: Duration = Duration::from_secs(240);
 
 /// The program that is started for a trial.
 static PROGRAM: OnceLock<PathBuf> = OnceLock::new();
