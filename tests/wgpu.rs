@@ -83,8 +83,8 @@ fn adapters_are_listed_and_others_refused() {
         assert_refused(folder.path(), None, &["verify", "--device", name], &[&format!("found '{name}'"), "wgpu:N"]);
     }
     if adapter.kind == autoresearch::device::wgpu::AdapterKind::Software {
-        let arguments = ["verify", "--device", "wgpu", "--compute-type", "float16"];
-        assert_refused(folder.path(), None, &arguments, &["--compute-type float16", &adapter.name]);
+        let arguments = ["verify", "--device", "wgpu", "--compute-type", "bfloat16"];
+        assert_refused(folder.path(), None, &arguments, &["--compute-type bfloat16", &adapter.name]);
         if cfg!(feature = "flex") {
             // A real GPU would come first.
             let output = run(folder.path(), None, &["verify", "--device", "auto", "--golden", "nowhere"]);

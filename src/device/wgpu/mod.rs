@@ -15,6 +15,7 @@ use anyhow::{Result, anyhow, bail};
 use burn::tensor::{Device, FloatDType};
 use cubecl::config::cache::CacheConfig;
 use cubecl::config::{CubeClRuntimeConfig, RuntimeConfig};
+use cubecl::ir::features::TypeUsage;
 use cubecl::ir::{ElemType, FloatKind};
 use cubecl::wgpu::{AutoGraphicsApi, RuntimeOptions, WgpuBackend, try_init_setup};
 use std::path::PathBuf;
@@ -119,34 +120,35 @@ fn compiler(adapter: &Adapter) -> &'static str {
     if cfg!(feature = "vulkan") && adapter.api == WgpuBackend::Vulkan { "SPIR-V" } else { "WGSL" }
 }
 
-/// What matrices are multiplied in: the first type that is wanted for which the adapter has instructions with sums in float32.
+/// What matrices are multiplied in. By itself an adapter takes float16 if it has instructions for such products with sums in
+/// float32, else float32.
 ///
-/// By itself float16 or float32. Measured on an NVIDIA H200 (2026-11-30, driver 580.159, configs/halo.toml): products in float16
-/// train 2.7 times as fast as in float32. bfloat16 is no faster there, has 3 bits less, and numbers are cut off on their way
-/// to it, not rounded: gradients come out 1.3 % too small, which the trial refuses.
+/// Measured on an NVIDIA H200 (2026-12-01, driver 580.159, configs/halo.toml): with products in float16 training is 2.6 times as
+/// fast as in float32. bfloat16 has 3 bits less, and on this road gradients are 1.3 % off with it, more than rounding explains,
+/// which the trial refuses.
 fn product_type(adapter: &Adapter, compute_type: ComputeType) -> Result<FloatDType> {
-    let candidates: &[FloatDType] = match compute_type {
-        ComputeType::Auto => &[FloatDType::F16, FloatDType::F32],
-        ComputeType::Float32 => &[FloatDType::F32],
-        ComputeType::Bfloat16 => &[FloatDType::BF16],
-        ComputeType::Float16 => &[FloatDType::F16],
-    };
     let client = cubecl::Device::Wgpu(adapter.device()).client();
-    let shapes = &client.properties().features.matmul.cmma;
+    let properties = client.properties();
     let float32 = ElemType::Float(FloatKind::F32);
-    let multiplies = |kind: FloatKind| {
+    let has_products = |kind: FloatKind| {
         let operand = ElemType::Float(kind);
-        shapes.iter().any(|shape| shape.a_type == operand && shape.b_type == operand && shape.cd_type == float32)
+        let mut shapes = properties.features.matmul.cmma.iter();
+        shapes.any(|shape| shape.a_type == operand && shape.b_type == operand && shape.cd_type == float32)
     };
-    let found = candidates.iter().find(|candidate| match candidate {
-        FloatDType::BF16 => multiplies(FloatKind::BF16),
-        FloatDType::F16 => multiplies(FloatKind::F16),
-        _ => true,
-    });
+    let found = match compute_type {
+        ComputeType::Auto if has_products(FloatKind::F16) => Some(FloatDType::F16),
+        ComputeType::Auto | ComputeType::Float32 => Some(FloatDType::F32),
+        // Who asks for it gets it without such instructions, too: slower than float32, but it can be tried.
+        ComputeType::Float16 => {
+            let usage = properties.type_usage(ElemType::Float(FloatKind::F16).into());
+            usage.is_superset(TypeUsage::Buffer | TypeUsage::Arithmetic).then_some(FloatDType::F16)
+        }
+        ComputeType::Bfloat16 => has_products(FloatKind::BF16).then_some(FloatDType::BF16),
+    };
     match found {
-        Some(dtype) => Ok(*dtype),
+        Some(dtype) => Ok(dtype),
         None => bail!(
-            "--compute-type {compute_type}: {adapter} has no instructions for products of this type; hint: 'auto' takes what it has, NVIDIA's and AMD's need the feature `vulkan`"
+            "--compute-type {compute_type}: expected an adapter that computes in it, found {adapter}; hint: 'auto' takes what it has; NVIDIA's and AMD's matrix instructions need the feature `vulkan`"
         ),
     }
 }
