@@ -58,7 +58,7 @@ enum Command {
     /// Try whether an adapter computes what it should, and print the type it multiplies matrices in.
     #[cfg(feature = "wgpu")]
     #[command(hide = true)]
-    Trial(TrialArgs),
+    TryAdapter(TryAdapterArgs),
     /// Make a branch for experiments and measure its baseline.
     Start(research::StartArgs),
     /// Measure the edit in the work tree: commit, build, train, keep or take back.
@@ -265,7 +265,7 @@ struct VerifyArgs {
 
 #[cfg(feature = "wgpu")]
 #[derive(Debug, Args)]
-struct TrialArgs {
+struct TryAdapterArgs {
     #[arg(long)]
     device: String,
     #[arg(long)]
@@ -279,7 +279,7 @@ impl Cli {
     /// If it cannot be done; the message is one line and ends with a hint.
     pub fn run(self) -> Result<()> {
         #[cfg(feature = "wgpu")]
-        if !matches!(self.command, Command::Trial(_)) {
+        if !matches!(self.command, Command::TryAdapter(_)) {
             trial::use_program(std::env::current_exe()?);
         }
         match self.command {
@@ -294,7 +294,7 @@ impl Cli {
                 Ok(())
             }
             #[cfg(feature = "wgpu")]
-            Command::Trial(args) => {
+            Command::TryAdapter(args) => {
                 let compute = ComputeDevice::select(&args.device, args.compute_type)?;
                 trial::run(&compute)?;
                 say(type_name(compute.product_type));

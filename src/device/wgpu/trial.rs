@@ -26,7 +26,7 @@ const LIMIT: Duration = Duration::from_secs(240);
 /// The program that is started for a trial.
 static PROGRAM: OnceLock<PathBuf> = OnceLock::new();
 
-/// Has adapters tried with `program`, which must have the command `trial`. Without a call there are no trials.
+/// Has adapters tried with `program`, which must have the command `try-adapter`. Without a call there are no trials.
 pub fn use_program(program: PathBuf) {
     PROGRAM.set(program).ok();
 }
@@ -82,7 +82,7 @@ fn tried(
     tracing::debug!("trying {adapter}, compute type {wanted}");
     let started = Instant::now();
     let mut child = Command::new(program)
-        .args(["trial", "--device", &format!("wgpu:{number}"), "--compute-type", &wanted.to_string()])
+        .args(["try-adapter", "--device", &format!("wgpu:{number}"), "--compute-type", &wanted.to_string()])
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())
@@ -236,7 +236,7 @@ mod tests {
     fn what_a_driver_does_to_a_trial_is_told_with_the_adapters_name() {
         let minute = Duration::from_secs(60);
         assert_eq!(trial("echo float16", minute).unwrap(), ComputeType::Float16);
-        let arguments = "[ \"$*\" = 'trial --device wgpu:3 --compute-type float16' ] && echo float16";
+        let arguments = "[ \"$*\" = 'try-adapter --device wgpu:3 --compute-type float16' ] && echo float16";
         assert!(trial(arguments, minute).is_ok());
         for (script, limit, told) in [
             ("kill -SEGV $$", minute, "was ended by signal 11 (nothing was said)"),
