@@ -295,6 +295,7 @@ impl Cli {
             }
             #[cfg(feature = "wgpu")]
             Command::TryAdapter(args) => {
+                run::end_with_stdin();
                 let compute = ComputeDevice::select(&args.device, args.compute_type)?;
                 trial::run(&compute)?;
                 say(type_name(compute.product_type));
@@ -411,14 +412,14 @@ fn recorded<T>(run: impl FnOnce(&Record) -> Result<T>) -> Result<T> {
 }
 
 fn train_in(place: RunPlace, args: TrainArgs, record: &Record) -> Result<()> {
-    // Without a file the device decides on the configuration: the limit that it sets is not known while the driver is asked.
+    // Not under the limit of the configuration: without a file the device decides on that, and an adapter's first trial takes its
+    // time.
     let asking = Watchdog::start(
         LONGEST_CHOICE,
         format!("FAIL: choosing the device took longer than {LONGEST_CHOICE:?}; hint: {HUNG_DRIVER}"),
         record,
     );
     let (mut config, config_name) = configuration(args.config.as_deref(), args.conditions.device.as_deref())?;
-    drop(asking);
     let usual_limit = config.kill_limit_seconds;
     args.conditions.apply(&mut config);
     if args.steps.is_some() && args.conditions.kill_limit.is_none() {
@@ -434,19 +435,22 @@ fn train_in(place: RunPlace, args: TrainArgs, record: &Record) -> Result<()> {
     {
         say(format_args!("kill limit: raised from {usual} to {limit} s, in proportion to --time-budget"));
     }
+    // Asked for again when the run begins, at once then.
+    ComputeDevice::select(&config.device, config.compute_type)?;
+    drop(asking);
     let watchdog = watch(&config, record);
     let conditions = Conditions { config, config_name, steps: args.steps, place, cache_dir: args.cache.cache_dir };
     run::train(&conditions, record, watchdog.as_ref())?;
     Ok(())
 }
 
-/// Ends the process when a run under `config`, which began with `record`, exceeds its kill limit.
+/// Ends the process when a run under `config` exceeds its kill limit, from now on.
 fn watch(config: &Config, record: &Record) -> Option<Watchdog> {
     let limit = config.kill_limit_seconds?;
     let line = format!(
         "FAIL: the run took longer than kill_limit_seconds {limit}; hint: {HUNG_DRIVER}; a machine that is only slow needs a larger --kill-limit"
     );
-    Some(Watchdog::start(Duration::from_secs_f64(limit).saturating_sub(record.elapsed()), line, record))
+    Some(Watchdog::start(Duration::from_secs_f64(limit), line, record))
 }
 
 fn evaluate(args: &EvalArgs) -> Result<()> {

@@ -3,6 +3,8 @@
 use autoresearch::cli::Cli;
 #[cfg(feature = "tch")]
 use autoresearch::device::environment;
+#[cfg(feature = "wgpu")]
+use autoresearch::device::wgpu::MemoryWatch;
 use autoresearch::honesty::Unmeasurable;
 use autoresearch::output::say;
 use autoresearch::train::Diverged;
@@ -10,6 +12,8 @@ use clap::Parser;
 use clap::error::ErrorKind;
 use std::io::{IsTerminal, Write};
 use std::process::ExitCode;
+#[cfg(feature = "wgpu")]
+use tracing_subscriber::filter::LevelFilter;
 use tracing_subscriber::filter::Targets;
 use tracing_subscriber::layer::{Layer, SubscriberExt};
 use tracing_subscriber::util::SubscriberInitExt;
@@ -55,7 +59,10 @@ fn main() -> ExitCode {
         .log_internal_errors(false);
     // Compilers among the dependencies tell of every pass.
     let levels = Targets::new().with_default(tracing::Level::WARN).with_target("autoresearch", level);
-    tracing_subscriber::registry().with(log.with_filter(levels)).init();
+    let registry = tracing_subscriber::registry().with(log.with_filter(levels));
+    #[cfg(feature = "wgpu")]
+    let registry = registry.with(MemoryWatch.with_filter(LevelFilter::WARN));
+    registry.init();
     match cli.run() {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {

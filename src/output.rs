@@ -16,6 +16,11 @@ pub fn tell(line: impl Display) {
     }
 }
 
+/// Says on standard error why it takes a while.
+pub fn note(line: impl Display) {
+    writeln!(stderr(), "note: {line}").ok();
+}
+
 /// Prints `text` at once, without an end of line.
 pub fn show(text: impl Display) {
     write(text);

@@ -153,6 +153,7 @@ fn speaks_of_memory(text: &str) -> bool {
         "cannot allocate memory",
         // wgpu and Vulkan.
         "not enough memory",
+        "can't allocate buffer",
         "error_out_of_device_memory",
         "error_out_of_host_memory",
         // Rust and C++.

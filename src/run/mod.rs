@@ -41,7 +41,7 @@ pub use parent::end_with_stdin;
 pub use phases::{Phase, Phases};
 use progress::ProgressLine;
 use protocol::{Evaluated, Protocol};
-pub use record::Record;
+pub use record::{Record, give_up};
 use serde::{Deserialize, Serialize};
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -447,4 +447,9 @@ fn announce(resolved: &Resolved, model: &Gpt, groups: &[ParameterGroup], plan: &
         )),
     }
     say(format_args!("run:        {}", run.display()));
+    if resolved.device.contains("wgpu") {
+        say(
+            "first step: tunes and compiles the kernels that this GPU and driver have none of yet: minutes at the first time",
+        );
+    }
 }

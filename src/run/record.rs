@@ -3,12 +3,17 @@
 use super::failure::{self, Failure, FailureKind};
 use super::folder::write_json;
 use super::phases::{self, Phase, Phases};
+use super::watchdog::end_now;
 use anyhow::Result;
 use std::fs;
+use std::io::Write;
 use std::panic;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
+
+/// The record of the run that this process makes, for threads that nobody gave it to.
+static CURRENT: OnceLock<Record> = OnceLock::new();
 
 /// A run's record; clones write to the same one.
 #[derive(Clone, Debug)]
@@ -97,8 +102,10 @@ impl Record {
         }
     }
 
-    /// From now on, panics of any thread are written down, after what is usually said about them.
+    /// From now on, panics of any thread are written down, after what is usually said about them, and so is what
+    /// [`give_up`] says.
     pub fn note_panics(&self) {
+        CURRENT.set(self.clone()).ok();
         let usual = panic::take_hook();
         let record = self.clone();
         panic::set_hook(Box::new(move |panic| {
@@ -112,6 +119,15 @@ impl Record {
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// Ends the process with `message` as its error, whatever its other threads do.
+pub fn give_up(message: &str) -> ! {
+    if let Some(record) = CURRENT.get() {
+        record.fail(FailureKind::Error, message.to_owned());
+    }
+    writeln!(std::io::stderr(), "error: {message}").ok();
+    end_now()
 }
 
 #[cfg(test)]

@@ -1,10 +1,12 @@
 //! GPUs through wgpu and CubeCL: Vulkan, Metal, DX12, and a software adapter where there is no GPU.
 
 mod adapters;
+mod memory_watch;
 mod pools;
 pub mod trial;
 
 pub use adapters::{Adapter, AdapterKind, adapters};
+pub use memory_watch::MemoryWatch;
 pub use pools::Pools;
 
 use super::compute_type::ComputeType;
@@ -18,7 +20,9 @@ use cubecl::config::{CubeClRuntimeConfig, RuntimeConfig};
 use cubecl::ir::features::TypeUsage;
 use cubecl::ir::{ElemType, FloatKind};
 use cubecl::wgpu::{AutoGraphicsApi, RuntimeOptions, WgpuBackend, try_init_setup};
-use std::path::PathBuf;
+use std::fs::{self, File};
+use std::io::Read;
+use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 
 /// What to do where no adapter is found.
@@ -48,11 +52,15 @@ pub fn leave_out_window_systems() {
 pub fn device(number: usize, name: &str, compute_type: ComputeType) -> Result<ComputeDevice> {
     let adapters = adapters();
     let Some(adapter) = adapters.get(number) else {
-        let found = match adapters.len() {
-            0 => "no adapter at all".to_owned(),
-            count => format!("{count}, numbered from 0"),
-        };
-        bail!("--device {name}: expected an adapter that wgpu can use, found {found}; hint: {HINT_ON_DRIVERS}");
+        if adapters.is_empty() {
+            bail!(
+                "--device {name}: expected an adapter that wgpu can use, found no adapter at all; hint: {HINT_ON_DRIVERS}"
+            );
+        }
+        let last = adapters.len() - 1;
+        bail!(
+            "--device {name}: expected an adapter from wgpu:0 to wgpu:{last}, found none of this number; hint: `autoresearch devices` lists them"
+        );
     };
     // Before this process computes on it.
     let compute_type = trial::product_type(adapter, number, compute_type)?.unwrap_or(compute_type);
@@ -95,7 +103,9 @@ fn start(adapter: &Adapter) -> Result<Device> {
 fn keep_what_is_tuned(adapter: &Adapter) -> Result<()> {
     let mut config = CubeClRuntimeConfig::from_current_dir().override_from_env();
     config.environment.name = environment_name(adapter);
-    config.environment.path = CacheConfig::Directory(tuning_folder()?);
+    let folder = tuning_folder()?;
+    replace_damaged(&folder, &environment_name(adapter));
+    config.environment.path = CacheConfig::Directory(folder);
     config.compilation.cache = true;
     if !CubeClRuntimeConfig::try_set(config) {
         cubecl::environment::activate(environment_name(adapter));
@@ -103,8 +113,29 @@ fn keep_what_is_tuned(adapter: &Adapter) -> Result<()> {
     Ok(())
 }
 
+/// The folder for what is found out about adapters.
 fn tuning_folder() -> Result<PathBuf> {
-    Ok(cache_folder(None)?.join("tuned"))
+    let folder = cache_folder(None)?.join("tuned");
+    fs::create_dir_all(&folder).map_err(|error| {
+        anyhow!("{}: the folder for tuned kernels cannot be made ({error}); hint: AUTORESEARCH_CACHE_DIR names another place", folder.display())
+    })?;
+    Ok(folder)
+}
+
+/// Takes a database away that is none: CubeCL would complain of it at every kernel and never write a new one.
+fn replace_damaged(folder: &Path, name: &str) {
+    let path = folder.join(format!("{name}.db"));
+    let mut start = [0; 16];
+    let Ok(mut file) = File::open(&path) else { return };
+    let length = file.metadata().map_or(0, |metadata| metadata.len());
+    // A page of SQLite's file format has at least 512 bytes; an empty file is a database without content.
+    if length == 0 || (length >= 512 && file.read_exact(&mut start).is_ok() && &start == b"SQLite format 3\0") {
+        return;
+    }
+    tracing::warn!("{}: expected a database of tuned kernels, found something else; it is replaced", path.display());
+    for ending in ["db", "db-wal", "db-tshm"] {
+        fs::remove_file(folder.join(format!("{name}.{ending}"))).ok();
+    }
 }
 
 /// Adapter, driver and shader language, as a file may be called.
@@ -150,5 +181,35 @@ fn product_type(adapter: &Adapter, compute_type: ComputeType) -> Result<FloatDTy
         None => bail!(
             "--compute-type {compute_type}: expected an adapter that computes in it, found {adapter}; hint: 'auto' takes what it has; NVIDIA's and AMD's matrix instructions need the feature `vulkan`"
         ),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_database_that_is_none_is_taken_away_with_its_companions() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = |ending: &str| folder.path().join(format!("some-gpu.{ending}"));
+        let whole = [b"SQLite format 3\0".to_vec(), vec![0; 4080]].concat();
+        for (content, stays) in [(&whole[..], true), (b"", true), (&whole[..100], false), (&[7; 5000], false)] {
+            for ending in ["db", "db-wal", "db-tshm"] {
+                fs::write(path(ending), content).unwrap();
+            }
+            replace_damaged(folder.path(), "some-gpu");
+            assert!(
+                ["db", "db-wal", "db-tshm"].iter().all(|ending| path(ending).exists() == stays),
+                "{}",
+                content.len()
+            );
+        }
+        replace_damaged(folder.path(), "another-gpu");
+    }
+
+    #[test]
+    fn each_adapter_driver_and_language_has_a_file_of_its_own() {
+        let name = environment_name(&Adapter::stand_in("Some GPU (RADV/2)"));
+        assert!(name.starts_with("some-gpu-radv-2-driver-1.2-"), "{name}");
     }
 }

@@ -6,6 +6,7 @@ use crate::atomic_file::write_atomically;
 use crate::device::ComputeDevice;
 use crate::device::compute_type::ComputeType;
 use crate::ops;
+use crate::output::note;
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use burn::tensor::{FloatDType, Int, Tensor, TensorData};
 use chacha20::ChaCha8Rng;
@@ -61,7 +62,9 @@ pub(super) fn product_type(adapter: &Adapter, number: usize, wanted: ComputeType
                 }
                 Err(error) => return Err(error),
             };
-            write_atomically(&path, &serde_json::to_vec(&verdict)?)?;
+            if let Err(error) = write_atomically(&path, &serde_json::to_vec(&verdict)?) {
+                tracing::warn!("the trial will be made again: {error:#}");
+            }
             verdict
         }
     };
@@ -79,11 +82,12 @@ fn tried(
     wanted: ComputeType,
     limit: Duration,
 ) -> Result<ComputeType> {
-    tracing::debug!("trying {adapter}, compute type {wanted}");
+    note(format_args!("{adapter}: is tried before its first use (compute type {wanted}, {limit:?} at most)"));
     let started = Instant::now();
     let mut child = Command::new(program)
         .args(["try-adapter", "--device", &format!("wgpu:{number}"), "--compute-type", &wanted.to_string()])
-        .stdin(Stdio::null())
+        // It ends when this end of the pipe is gone, however this process ends.
+        .stdin(Stdio::piped())
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())
         .spawn()
@@ -105,6 +109,10 @@ fn tried(
     let (said, complained) = (said.join().unwrap_or_default(), complained.join().unwrap_or_default());
     if !status.success() {
         let last = complained.lines().rev().find(|line| !line.trim().is_empty()).unwrap_or("nothing was said");
+        // What it refuses itself has a hint of its own.
+        if let Some(message) = last.strip_prefix("error: ").filter(|message| message.contains("; hint: ")) {
+            bail!("{message}");
+        }
         bail!("{adapter}: a trial with compute type {wanted} {} ({last}); hint: {HINT}", how_it_ended(status));
     }
     tracing::debug!("tried in {:.1?}", started.elapsed());
@@ -122,8 +130,11 @@ fn read(pipe: Option<impl Read + Send + 'static>) -> JoinHandle<String> {
     })
 }
 
-const HINT: &str =
-    "another version of its driver may help; --compute-type float32 asks least of it, and --device cpu does without it";
+const HINT: &str = if cfg!(feature = "vulkan") {
+    "another version of its driver may help, and so may a build with the feature `wgpu` in place of `vulkan`, which gives it WGSL instead of SPIR-V; --device cpu does without it"
+} else {
+    "another version of its driver may help; --device cpu does without it"
+};
 
 fn how_it_ended(status: ExitStatus) -> String {
     #[cfg(unix)]
