@@ -587,7 +587,7 @@ fn configurations_are_refused_by_file_and_key() {
         place.assert_refused(&["prepare", "--config", "my.toml"], &["my.toml"]);
     };
     let usual = include_str!("../configs/ci.toml");
-    refused(format!("{usual}learning_rate = 1\n").as_bytes(), &["line 13", "learning_rate"]);
+    refused(format!("{usual}learning_rate = 1\n").as_bytes(), &["line 14", "learning_rate"]);
     refused(usual.replace("seed = 42\n", "").as_bytes(), &["seed"]);
     refused(usual.replace("seed = 42", "seed = \"x\"").as_bytes(), &["line 12"]);
     refused(usual.replace("seed = 42", "seed = -1").as_bytes(), &["line 12"]);
