@@ -589,12 +589,12 @@ fn configurations_are_refused_by_file_and_key() {
     let usual = include_str!("../configs/ci.toml");
     refused(format!("{usual}learning_rate = 1\n").as_bytes(), &["line 14", "learning_rate"]);
     refused(usual.replace("seed = 42\n", "").as_bytes(), &["seed"]);
-    refused(usual.replace("seed = 42", "seed = \"x\"").as_bytes(), &["line 12"]);
-    refused(usual.replace("seed = 42", "seed = -1").as_bytes(), &["line 12"]);
+    refused(usual.replace("seed = 42", "seed = \"x\"").as_bytes(), &["line 13"]);
+    refused(usual.replace("seed = 42", "seed = -1").as_bytes(), &["line 13"]);
     refused(usual.replace("\"ci\"", "\"tpu\"").as_bytes(), &["tpu"]);
     refused(usual.replace("time_budget_seconds = 5", "time_budget_seconds = nan").as_bytes(), &["time_budget_seconds"]);
     refused(usual.replace("sequence_len = 128", "sequence_len = 0").as_bytes(), &["sequence_len", "found 0"]);
-    refused(format!("{usual}seed = 1\n").as_bytes(), &["line 13, at `seed`", "duplicate key"]);
+    refused(format!("{usual}seed = 1\n").as_bytes(), &["line 14, at `seed`", "duplicate key"]);
     refused(b"", &["profile"]);
     refused(b"\xff\xfe\x00", &["UTF-8"]);
     refused(b"= = =\n\n[", &["line 1"]);

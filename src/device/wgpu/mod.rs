@@ -171,7 +171,7 @@ fn product_type(adapter: &Adapter, compute_type: ComputeType) -> Result<FloatDTy
         ComputeType::Auto | ComputeType::Float32 => Some(FloatDType::F32),
         // Who asks for it gets it without such instructions, too: slower than float32, but it can be tried.
         ComputeType::Float16 => {
-            let usage = properties.type_usage(ElemType::Float(FloatKind::F16).into());
+            let usage = properties.type_usage(ElemType::Float(FloatKind::F16));
             usage.is_superset(TypeUsage::Buffer | TypeUsage::Arithmetic).then_some(FloatDType::F16)
         }
         ComputeType::Bfloat16 => has_products(FloatKind::BF16).then_some(FloatDType::BF16),
