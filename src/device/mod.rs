@@ -137,6 +137,15 @@ impl ComputeDevice {
         }
     }
 
+    /// Whether kernels for it are tuned and compiled as they are needed: then the first step may take minutes.
+    pub fn tunes_kernels(&self) -> bool {
+        match self.memory {
+            #[cfg(feature = "wgpu")]
+            MemoryCounter::Pools(_) => true,
+            _ => false,
+        }
+    }
+
     /// Largest amount of memory that was taken so far, in MiB; none where nobody tells.
     ///
     /// On a GPU this is what tensors took of the GPU's memory, on a CPU what the process did.

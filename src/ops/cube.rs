@@ -111,3 +111,21 @@ impl Kernels for Cube {
         [Self::product(grad, weight), dweight].map(|gradient| portable::times::<Self>(gradient, 1.0 / scale))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rows_are_cut_into_the_largest_equal_parts() {
+        for (rows, part) in [(32_768, 4096), (4096, 4096), (6000, 3000), (5, 5), (1, 1), (8191, 1)] {
+            assert_eq!(part_of(rows), part, "{rows}");
+        }
+    }
+
+    #[test]
+    #[should_panic(expected = "F64")]
+    fn products_in_another_type_are_refused() {
+        multiply_in(FloatDType::F64);
+    }
+}

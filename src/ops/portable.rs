@@ -81,7 +81,8 @@ pub(super) fn rotary<B: Backend>(x: FloatTensor<B>, cos: FloatTensor<B>, sin: Fl
 }
 
 pub(super) fn project<B: FusedOps>(x: FloatTensor<B>, weight: FloatTensor<B>) -> FloatTensor<B> {
-    B::product(x, B::float_transpose(weight))
+    let dtype = x.dtype();
+    to_dtype::<B>(B::product(x, B::float_transpose(weight)), dtype)
 }
 
 pub(super) fn project_backward<B: Kernels>(
@@ -499,12 +500,13 @@ pub(super) fn newton_schulz<B: FusedOps>(x: FloatTensor<B>, coefficients: Vec<(f
     let norm = B::float_sqrt(B::float_sum_dims(B::float_mul(wide.clone(), wide), &[1, 2])); // [n, 1, 1]
     let divisor = B::float_add_scalar(B::float_mul_scalar(norm, 1.02f64.into()), 1e-6f64.into());
     let mut x = B::float_div(x, to_dtype::<B>(divisor, dtype));
+    let product = |a, b| to_dtype::<B>(B::product(a, b), dtype);
     for (a, b, c) in coefficients {
         let transposed = B::float_transpose(x.clone());
-        let gram = if tall { B::product(transposed, x.clone()) } else { B::product(x.clone(), transposed) };
-        let square = B::product(gram.clone(), gram.clone());
+        let gram = if tall { product(transposed, x.clone()) } else { product(x.clone(), transposed) };
+        let square = product(gram.clone(), gram.clone());
         let polynomial = B::float_add(B::float_mul_scalar(gram, b.into()), B::float_mul_scalar(square, c.into()));
-        let correction = if tall { B::product(x.clone(), polynomial) } else { B::product(polynomial, x.clone()) };
+        let correction = if tall { product(x.clone(), polynomial) } else { product(polynomial, x.clone()) };
         x = B::float_add(B::float_mul_scalar(x, a.into()), correction);
     }
     x

@@ -107,16 +107,18 @@ fn rotary_turns_pairs_by_the_angle() {
 
 #[test]
 fn embedding_takes_rows_and_adds_up_their_gradients() {
-    let tokens = Tensor::<2, Int>::from_data([[3, 0, 3], [1, 3, 1]], &Device::flex());
-    let one_hot = Tensor::<2>::from_data(
-        [[0, 0, 0, 1], [1, 0, 0, 0], [0, 0, 0, 1], [0, 1, 0, 0], [0, 0, 0, 1], [0, 1, 0, 0]],
-        &Device::flex(),
-    );
-    agree(
-        [[4, 5]],
-        |[w]| embedding(w.clone(), tokens.clone().to_device(&w.device())),
-        |[w]| one_hot.clone().matmul(w).reshape([2, 3, 5]),
-    );
+    // More tokens than a chunk holds, too.
+    for (b, t) in [(2, 3), (1, 5000)] {
+        let ids: Vec<i32> = (0..b * t).map(|at| [3, 0, 3, 1, 3, 1][at % 6]).collect();
+        let one_hot = ids.iter().flat_map(|&id| (0..4).map(move |row| f32::from(id == row))).collect::<Vec<f32>>();
+        let tokens = Tensor::<2, Int>::from_data(TensorData::new(ids, [b, t]), &Device::flex());
+        let one_hot = Tensor::<2>::from_data(TensorData::new(one_hot, [b * t, 4]), &Device::flex());
+        agree(
+            [[4, 5]],
+            |[w]| embedding(w.clone(), tokens.clone().to_device(&w.device())),
+            |[w]| one_hot.clone().matmul(w).reshape([b, t, 5]),
+        );
+    }
 }
 
 #[test]
@@ -136,7 +138,10 @@ fn gated_add_agrees_with_its_formula() {
 
 #[test]
 fn project_agrees_with_matmul() {
-    agree([[9, 5], [4, 5]], |[x, w]| project(x, w), |[x, w]| x.matmul(w.transpose()));
+    // Of many rows a weight's gradient may be a sum of products.
+    for n in [9, 8192] {
+        agree([[n, 5], [4, 5]], |[x, w]| project(x, w), |[x, w]| x.matmul(w.transpose()));
+    }
 }
 
 #[test]

@@ -140,6 +140,9 @@ pub fn train(conditions: &Conditions, record: &Record, watchdog: Option<&Watchdo
     let flops_per_token = model.flops_per_token() as f64;
     let num_params: usize = parameters(&model).iter().map(Parameter::elements).sum();
     announce(&resolved, &model, &groups, &plan, folder.path());
+    if compute.tunes_kernels() {
+        say("first step: tunes and compiles kernels that this GPU and driver have none of yet, which can take minutes");
+    }
 
     let mut progress = ProgressLine::new(flops_per_token, peak_flops);
     let startup = record.enter(Phase::Training)?;
@@ -447,9 +450,4 @@ fn announce(resolved: &Resolved, model: &Gpt, groups: &[ParameterGroup], plan: &
         )),
     }
     say(format_args!("run:        {}", run.display()));
-    if resolved.device.contains("wgpu") {
-        say(
-            "first step: tunes and compiles the kernels that this GPU and driver have none of yet: minutes at the first time",
-        );
-    }
 }
