@@ -324,7 +324,7 @@ pub fn orthogonalize(x: Tensor<3>) -> Tensor<3> {
     ops::newton_schulz(x, &POLAR_EXPRESS)
 }
 
-#[cfg(all(test, feature = "flex"))]
+#[cfg(test)]
 mod tests {
     use super::*;
     use crate::config::Profile;
