@@ -32,6 +32,8 @@ pub fn devices() -> Vec<Listed> {
         device.is_ok()
     };
     tried("cpu");
+    #[cfg(not(feature = "wgpu"))]
+    tried("wgpu");
     // What is said of the first GPU that is not there holds for all.
     let mut number = 0;
     while tried(&format!("libtorch:{number}")) {
@@ -44,6 +46,7 @@ pub fn devices() -> Vec<Listed> {
         let description = "the CPU through libtorch".to_owned();
         found.push(Listed { name: "libtorch:cpu".to_owned(), description });
     }
+    #[cfg(feature = "wgpu")]
     found.extend(wgpu_adapters());
     found
 }
@@ -60,13 +63,4 @@ fn wgpu_adapters() -> Vec<Listed> {
         description: adapter.to_string(),
     };
     adapters.iter().enumerate().map(listed).collect()
-}
-
-#[cfg(not(feature = "wgpu"))]
-fn wgpu_adapters() -> Vec<Listed> {
-    let description = match super::wgpu_adapter(0, "wgpu", ComputeType::Auto) {
-        Ok(device) => device.name,
-        Err(error) => format!("not usable: {error:#}"),
-    };
-    vec![Listed { name: "wgpu".to_owned(), description }]
 }

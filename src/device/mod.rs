@@ -93,13 +93,14 @@ impl ComputeDevice {
     /// The fastest device whose backend is compiled in and whose hardware is there.
     fn fastest(compute_type: ComputeType) -> Result<Self> {
         let compiled_in = |feature: bool, name: &'static str| feature.then_some(name);
+        let has_wgpu_gpu = has_wgpu_gpu();
         let candidates = [
             compiled_in(cfg!(feature = "tch"), "libtorch"),
-            compiled_in(has_wgpu_gpu(), "wgpu"),
+            compiled_in(has_wgpu_gpu, "wgpu"),
             compiled_in(cfg!(feature = "flex"), "cpu"),
             compiled_in(cfg!(feature = "tch"), "libtorch:cpu"),
-            // What is left is a software adapter: slower than any of the above.
-            compiled_in(cfg!(feature = "wgpu"), "wgpu"),
+            // A software adapter: slower than any of the above.
+            compiled_in(cfg!(feature = "wgpu") && !has_wgpu_gpu, "wgpu"),
         ];
         let usable = |name| Self::select(name, compute_type).inspect_err(say_why_not_used).ok();
         let fastest = candidates.into_iter().flatten().find_map(usable);

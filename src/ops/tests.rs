@@ -57,16 +57,22 @@ fn agree<const D: usize, const E: usize, const N: usize>(
 
 /// The CPU, and the best adapter of wgpu if there is one.
 fn devices() -> Vec<Device> {
-    #[allow(unused_mut)]
-    let mut devices = vec![Device::flex()];
-    #[cfg(feature = "wgpu")]
+    std::iter::once(Device::flex()).chain(best_adapter()).collect()
+}
+
+#[cfg(feature = "wgpu")]
+fn best_adapter() -> Option<Device> {
     if crate::device::wgpu::adapters().is_empty() {
         eprintln!("left out: wgpu finds no adapter");
-    } else {
-        let compute = crate::device::wgpu::device(0, "wgpu", crate::device::compute_type::ComputeType::Float32);
-        devices.push(compute.expect("the adapter can be used").device);
+        return None;
     }
-    devices
+    let compute = crate::device::wgpu::device(0, "wgpu", crate::device::compute_type::ComputeType::Float32);
+    Some(compute.expect("the adapter can be used").device)
+}
+
+#[cfg(not(feature = "wgpu"))]
+fn best_adapter() -> Option<Device> {
+    None
 }
 
 fn plain_rms_norm<const D: usize>(x: Tensor<D>) -> Tensor<D> {

@@ -27,7 +27,7 @@ use std::sync::Mutex;
 
 /// What to do where no adapter is found.
 pub const HINT_ON_DRIVERS: &str = if cfg!(target_os = "linux") {
-    "install the GPU's Vulkan driver (Debian and Ubuntu: mesa-vulkan-drivers for AMD and Intel; NVIDIA's own driver has it)"
+    "install Vulkan's loader and the GPU's Vulkan driver (Debian and Ubuntu: mesa-vulkan-drivers for AMD and Intel, which brings both; libvulkan1 beside NVIDIA's own driver)"
 } else {
     "install the GPU's driver"
 };
