@@ -20,8 +20,7 @@ use clap::{Args, Parser, Subcommand};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-/// Starting a GPU's driver takes seconds.
-/// Adapters of wgpu are tried before their first use, at most twice.
+/// Starting a GPU's driver takes seconds; adapters of wgpu are tried before their first use, at most twice.
 const LONGEST_CHOICE: Duration = Duration::from_secs(if cfg!(feature = "wgpu") { 600 } else { 120 });
 const HUNG_DRIVER: &str = "a GPU's driver may hang, see the system's log (dmesg)";
 
