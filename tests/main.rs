@@ -2,8 +2,8 @@
 
 // A copy of the project to edit, commit and build in.
 mod checkout;
-// The program from outside: commands, bad input, the files of a run.
-mod command_line;
+// The program from outside: what its commands print and leave.
+mod commands;
 // The shipped edits of the model.
 mod edits;
 // The metric.
@@ -19,8 +19,12 @@ mod linking;
 mod model;
 // The optimizer: update rules, groups, types.
 mod optimizer;
+// A folder to run the program in.
+mod place;
 // Types: what is kept and computed in bfloat16, what in float32.
 mod precision;
+// The program from outside: how it refuses what it cannot do.
+mod refusals;
 // The research loop: experiments, the loop with an agent, kills, refusals.
 #[cfg(target_os = "linux")]
 mod research;
@@ -29,6 +33,8 @@ mod research;
 mod setup_libtorch;
 // The training loop with a clock of its own.
 mod training;
+// `autoresearch verify`: what it prints, goldens of a wrong form.
+mod verify_command;
 // GPUs through wgpu: adapters, refusals, a run from training to text.
 #[cfg(feature = "wgpu")]
 mod wgpu;

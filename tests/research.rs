@@ -3,6 +3,7 @@
 //! Experiments here have a number of steps instead of a time, so that their results do not depend on how busy the machine is.
 
 use crate::checkout::Checkout;
+use crate::place::Finished;
 use serde_json::Value;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -30,14 +31,6 @@ fn wait_for(child: &mut Child, what: &str, when: impl Fn() -> bool) {
         assert!(child.try_wait().unwrap().is_none(), "ended before {what}");
         sleep(Duration::from_millis(2));
     }
-}
-
-/// What a finished command left.
-#[derive(Debug)]
-struct Finished {
-    code: Option<i32>,
-    stdout: String,
-    stderr: String,
 }
 
 impl Study {
@@ -72,31 +65,21 @@ impl Study {
         command
     }
 
+    #[track_caller]
     fn run(&self, arguments: &[&str]) -> Finished {
-        let output = self.command(arguments).output().unwrap();
-        let text = |bytes| String::from_utf8(bytes).unwrap();
-        Finished { code: output.status.code(), stdout: text(output.stdout), stderr: text(output.stderr) }
+        Finished::of(self.command(arguments))
     }
 
     #[track_caller]
     fn ok(&self, arguments: &[&str]) -> Finished {
-        let finished = self.run(arguments);
-        assert_eq!(finished.code, Some(0), "{arguments:?}: {finished:?}");
-        finished
+        self.run(arguments).ok()
     }
 
     /// Makes sure that `arguments` are refused in one line with a hint that has `parts`, and that nothing changes.
     #[track_caller]
     fn assert_refused(&self, arguments: &[&str], parts: &[&str]) {
         let before = self.state();
-        let finished = self.run(arguments);
-        assert_eq!(finished.code, Some(1), "{arguments:?}: {finished:?}");
-        let message = finished.stderr.trim_end();
-        assert!(message.starts_with("error: ") && message.lines().count() == 1, "{message}");
-        assert_eq!(message.matches("hint: ").count(), 1, "{message}");
-        for part in parts {
-            assert!(message.contains(part), "{arguments:?}: expected {part:?} in {message}");
-        }
+        self.run(arguments).assert_refused(parts);
         assert_eq!(self.state(), before, "{arguments:?}");
     }
 

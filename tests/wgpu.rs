@@ -1,38 +1,35 @@
 //! GPUs through wgpu, as a user meets them: on whatever adapter there is, which in CI is Mesa's for the CPU.
 
-use serde_json::Value;
-use std::fs;
-use std::path::Path;
-use std::process::{Command, Output};
-use tempfile::TempDir;
+use crate::place::{Finished, Place, read_json, text};
+use autoresearch::device::wgpu::{AdapterKind, adapters};
+use std::env;
+use std::process::Command;
 
-/// Runs the program in a folder of its own; `drivers` is where Vulkan looks for them, if not where it always does.
-fn run(folder: &Path, drivers: Option<&Path>, arguments: &[&str]) -> Output {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_autoresearch"));
-    command.current_dir(folder).args(arguments);
-    if let Some(drivers) = drivers {
-        command.env("VK_DRIVER_FILES", drivers).env("VK_ICD_FILENAMES", drivers);
-    }
-    command.output().unwrap()
+/// The program with what was tuned on this machine before, which need not be tuned for each test.
+fn command(place: &Place, arguments: &[&str]) -> Command {
+    const CACHE: &str = "AUTORESEARCH_CACHE_DIR";
+    let mut command = place.command(arguments);
+    match env::var_os(CACHE) {
+        Some(folder) => command.env(CACHE, folder),
+        None => command.env_remove(CACHE),
+    };
+    command
 }
 
-fn text(bytes: &[u8]) -> String {
-    String::from_utf8_lossy(bytes).into_owned()
+fn run(place: &Place, arguments: &[&str]) -> Finished {
+    Finished::of(command(place, arguments))
 }
 
-/// What the program refuses, which must be one line that has all `parts`.
-fn assert_refused(folder: &Path, drivers: Option<&Path>, arguments: &[&str], parts: &[&str]) {
-    let output = run(folder, drivers, arguments);
-    let (stdout, stderr) = (text(&output.stdout), text(&output.stderr));
-    let message = stderr.lines().last().unwrap_or_default();
-    assert_eq!(output.status.code(), Some(1), "{arguments:?}: {stdout}{stderr}");
-    for part in parts.iter().chain(&["error: ", "; hint: "]) {
-        assert!(message.contains(part), "{arguments:?}: no '{part}' in: {stderr}");
-    }
+/// [`run`] where Vulkan finds no driver.
+fn run_without_driver(place: &Place, arguments: &[&str]) -> Finished {
+    let mut command = command(place, arguments);
+    let nowhere = place.path("no-driver.json");
+    command.env("VK_DRIVER_FILES", &nowhere).env("VK_ICD_FILENAMES", &nowhere);
+    Finished::of(command)
 }
 
 fn has_adapter() -> bool {
-    let has_one = !autoresearch::device::wgpu::adapters().is_empty();
+    let has_one = !adapters().is_empty();
     if !has_one {
         eprintln!("left out: wgpu finds no adapter");
     }
@@ -45,23 +42,16 @@ fn without_an_adapter_wgpu_is_refused_and_auto_takes_the_cpu() {
     if !cfg!(target_os = "linux") {
         return;
     }
-    let folder = TempDir::new().unwrap();
-    let nowhere = folder.path().join("no-driver.json");
-    let refused = |arguments: &[&str]| {
-        assert_refused(
-            folder.path(),
-            Some(&nowhere),
-            arguments,
-            &["--device wgpu", "no adapter at all", "mesa-vulkan-drivers"],
-        );
-    };
-    refused(&["verify", "--device", "wgpu"]);
-    refused(&["verify", "--device", "wgpu:0"]);
-    let listed = text(&run(folder.path(), Some(&nowhere), &["devices"]).stdout);
+    let place = Place::new();
+    for device in ["wgpu", "wgpu:0"] {
+        let refused = run_without_driver(&place, &["verify", "--device", device]);
+        refused.assert_refused(&["--device wgpu", "no adapter at all", "mesa-vulkan-drivers"]);
+    }
+    let listed = run_without_driver(&place, &["devices"]).stdout;
     assert!(listed.lines().any(|line| line.starts_with("wgpu ") && line.contains("no adapter; hint: ")), "{listed}");
     if cfg!(feature = "flex") {
-        let output = run(folder.path(), Some(&nowhere), &["verify", "--device", "auto", "--golden", "nowhere"]);
-        assert!(text(&output.stdout).starts_with("device: cpu"), "{output:?}");
+        let taken = run_without_driver(&place, &["verify", "--device", "auto", "--golden", "nowhere"]);
+        assert!(taken.stdout.starts_with("device: cpu"), "{taken:?}");
     }
 }
 
@@ -70,25 +60,25 @@ fn adapters_are_listed_and_others_refused() {
     if !has_adapter() {
         return;
     }
-    let folder = TempDir::new().unwrap();
-    let output = run(folder.path(), None, &["devices"]);
-    let listed = text(&output.stdout);
+    let place = Place::new();
+    let listed = run(&place, &["devices"]).stdout;
     let first = listed.lines().find(|line| line.starts_with("wgpu:0 ")).expect("wgpu:0 is listed");
-    let adapter = &autoresearch::device::wgpu::adapters()[0];
+    let adapter = &adapters()[0];
     for part in [&adapter.name, &adapter.driver, &adapter.kind.to_string()] {
         assert!(first.contains(part.as_str()), "{first}");
     }
-    assert_refused(folder.path(), None, &["verify", "--device", "wgpu:77"], &["--device wgpu:77", "from wgpu:0 to"]);
-    for name in ["wgpu:", "wgpu:-1", "wgpu:x", "vulkan"] {
-        assert_refused(folder.path(), None, &["verify", "--device", name], &[&format!("found '{name}'"), "wgpu:N"]);
+    let verify = |device: &str| run(&place, &["verify", "--device", device, "--golden", "nowhere"]);
+    verify("wgpu:77").assert_refused(&["--device wgpu:77", "from wgpu:0 to"]);
+    for name in ["wgpu:", "wgpu:-1", "wgpu:x", "wgpu:00", "vulkan"] {
+        verify(name).assert_refused(&[&format!("found '{name}'"), "wgpu:N"]);
     }
-    if adapter.kind == autoresearch::device::wgpu::AdapterKind::Software {
-        let arguments = ["verify", "--device", "wgpu", "--compute-type", "bfloat16"];
-        assert_refused(folder.path(), None, &arguments, &["--compute-type bfloat16", &adapter.name]);
+    if adapter.kind == AdapterKind::Software {
+        let refused = run(&place, &["verify", "--device", "wgpu", "--compute-type", "bfloat16"]);
+        refused.assert_refused(&["--compute-type bfloat16", &adapter.name]);
         if cfg!(feature = "flex") {
             // A real GPU would come first.
-            let output = run(folder.path(), None, &["verify", "--device", "auto", "--golden", "nowhere"]);
-            assert!(text(&output.stdout).starts_with("device: cpu"), "{output:?}");
+            let taken = verify("auto");
+            assert!(taken.stdout.starts_with("device: cpu"), "{taken:?}");
         }
     }
 }
@@ -99,28 +89,19 @@ fn a_run_goes_from_training_to_text() {
     if !has_adapter() {
         return;
     }
-    let folder = TempDir::new().unwrap();
-    fs::copy(Path::new(env!("CARGO_MANIFEST_DIR")).join("configs/ci.toml"), folder.path().join("ci.toml")).unwrap();
-    let ok = |arguments: &[&str]| {
-        let output = run(folder.path(), None, arguments);
-        assert!(output.status.success(), "{arguments:?}: {}{}", text(&output.stdout), text(&output.stderr));
-        text(&output.stdout)
-    };
-    ok(&["prepare", "--config", "ci.toml", "--cache-dir", "cache"]);
-    let train =
-        ["train", "--config", "ci.toml", "--cache-dir", "cache", "--device", "wgpu", "--compute-type", "float32"];
-    let more = ["--steps", "3", "--eval-tokens", "1024", "--kill-limit", "900", "--run-dir", "run"];
-    let trained = ok(&[&train[..], &more].concat());
-    let config: Value =
-        serde_json::from_str(&fs::read_to_string(folder.path().join("run/config.json")).unwrap()).unwrap();
+    let place = Place::with_tales();
+    // The flag names the data's folder, the variable that of tuned kernels.
+    let data = place.path("cache");
+    let ok = |arguments: &[&str]| run(&place, &[arguments, &["--cache-dir", text(&data)]].concat()).ok();
+    let steps = ["--steps", "3", "--eval-tokens", "1024", "--kill-limit", "900", "--run-dir", "run"];
+    let on_wgpu = ["train", "--config", "ci.toml", "--device", "wgpu", "--compute-type", "float32"];
+    let trained = ok(&[&on_wgpu[..], &steps].concat());
+    let config = read_json(&place.path("run/config.json"));
     assert_eq!((&config["protocol"]["compute_type"], &config["compute_type"]), (&"float32".into(), &"float32".into()));
-    let bpb = |output: &str| -> f64 {
-        let line = output.lines().find_map(|line| line.strip_prefix("val_bpb:")).expect("a line with val_bpb");
-        line.trim().parse().unwrap()
-    };
-    let evaluate = ["eval", "--checkpoint", "run", "--cache-dir", "cache", "--device"];
-    let on_cpu = ok(&[&evaluate[..], &["cpu", "--eval-tokens", "1024"]].concat());
-    assert!((bpb(&trained) - bpb(&on_cpu)).abs() < 1e-4, "{trained}{on_cpu}");
-    assert!(trained.contains("peak_vram_mb:") && !trained.contains("peak_vram_mb:     n/a"), "{trained}");
-    ok(&["sample", "--checkpoint", "run", "--tokens", "3", "--temperature", "0"]);
+    assert_ne!(trained.value("peak_vram_mb"), "n/a");
+
+    let on_cpu = ok(&["eval", "--checkpoint", "run", "--device", "cpu", "--eval-tokens", "1024"]);
+    let [trained, on_cpu] = [trained, on_cpu].map(|finished| finished.value("val_bpb").parse::<f64>().unwrap());
+    assert!((trained - on_cpu).abs() < 1e-4, "{trained} {on_cpu}");
+    run(&place, &["sample", "--checkpoint", "run", "--tokens", "3", "--temperature", "0"]).ok();
 }
