@@ -14,6 +14,7 @@
 //! - [`ops`] has the fused operations that the model calls, and their bodies for each backend.
 //! - [`output`] prints lines that may go nowhere.
 //! - [`parameters`] reads and replaces a module's parameters by name.
+//! - [`process`] runs and ends other programs.
 //! - [`research`] is the loop of experiments around single runs.
 //! - [`run`] trains, evaluates and leaves everything in a folder.
 //! - [`sample`] draws text from a model.
@@ -37,6 +38,7 @@ pub mod ops;
 pub mod optim;
 pub mod output;
 pub mod parameters;
+pub mod process;
 pub mod research;
 pub mod run;
 pub mod sample;

@@ -127,27 +127,37 @@ pub fn run(
     run_with(command, Streams { input, output, errors: file }, supervision, on_spawn)
 }
 
-/// What `command`, which is quick and asks nothing, prints. What it leaves running goes on, unless it takes longer than `limit`.
+/// What `command`, which is quick and asks nothing, prints. What it leaves running goes on.
 ///
 /// # Errors
-/// If it cannot be started, or takes longer: then all of it is killed.
+/// If it cannot be started, or takes longer than `limit`: then all of it is killed.
 pub fn output(command: Command, limit: Duration) -> Result<Output> {
+    let name = name(&command);
+    let output = output_within(command, Input::Nothing, limit)?;
+    if output.how == How::TimedOut {
+        bail!("{name}: expected it to end within {limit:?}, it did not; hint: run it by hand, maybe it asks something");
+    }
+    Ok(output)
+}
+
+/// What `command` prints until it ends; all of it is killed if that takes longer than `limit`.
+///
+/// # Errors
+/// If it cannot be started.
+pub fn output_within(command: Command, input: Input, limit: Duration) -> Result<Output> {
     let name = name(&command);
     let unwritable =
         |error| anyhow!("{name}: no file for its output ({error}); hint: check that TMPDIR has free space");
     let (mut output, mut errors) =
         (tempfile::tempfile().map_err(unwritable)?, tempfile::tempfile().map_err(unwritable)?);
     let streams = Streams {
-        input: Input::Nothing,
+        input,
         output: output.try_clone().map_err(unwritable)?,
         errors: errors.try_clone().map_err(unwritable)?,
     };
     let supervision = Supervision { limit, grace: Duration::ZERO, interruption: Interruption::default() };
     let mut running = Running::start(command, streams)?;
     let how = running.wait(&supervision)?;
-    if how == How::TimedOut {
-        bail!("{name}: expected it to end within {limit:?}, it did not; hint: run it by hand, maybe it asks something");
-    }
     let read = |file: &mut File| {
         let mut bytes = Vec::new();
         file.rewind().and_then(|()| file.read_to_end(&mut bytes)).map_err(unwritable)?;
@@ -157,21 +167,21 @@ pub fn output(command: Command, limit: Duration) -> Result<Output> {
 }
 
 /// Where a child reads and writes.
-pub(super) struct Streams {
+pub struct Streams {
     pub input: Input,
     pub output: File,
     pub errors: File,
 }
 
 /// An empty file for what a child says.
-pub(super) fn create_log(path: &Path) -> Result<File> {
+pub fn create_log(path: &Path) -> Result<File> {
     File::create(path).map_err(|error| {
         anyhow!("{}: cannot write the log ({error}); hint: check that there is free space", path.display())
     })
 }
 
 /// [`run`] with outputs of any kind.
-pub(super) fn run_with(
+pub fn run_with(
     command: Command,
     streams: Streams,
     supervision: &Supervision,

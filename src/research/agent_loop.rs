@@ -1,6 +1,7 @@
 //! The loop for any agent that a command line starts: prompt, edit, experiment, again; whatever the agent does, it goes on.
 
 use crate::output::{say, tell};
+use crate::process::{self, Ended, How, Input, Interruption, ProcessId, Supervision, kill_leftover};
 use crate::research::decision::Status;
 use crate::research::excerpt::{first_lines, read_end};
 use crate::research::experiment::{Experiment, Finished, Options};
@@ -8,7 +9,6 @@ use crate::research::interruption::{Interrupted, pause};
 use crate::research::journal::Journal;
 use crate::research::ledger::{Record, one_line};
 use crate::research::overview::{Order, Overview, Table, sorted};
-use crate::research::process::{self, Ended, How, Input, Interruption, ProcessId, Supervision, kill_leftover};
 use crate::research::state;
 use crate::research::study::Study;
 use anyhow::{Context, Result, anyhow, bail, ensure};

@@ -1,7 +1,7 @@
 //! Builds the edited program with cargo, with the features that are compiled into this one.
 
 use super::excerpt::{first_lines, last_lines, read_end};
-use super::process::{Ended, How, Input, Interruption, ProcessId, Streams, Supervision, create_log, output, run_with};
+use crate::process::{Ended, How, Input, Interruption, ProcessId, Streams, Supervision, create_log, output, run_with};
 use anyhow::{Context, Result, anyhow, bail};
 use rustc_hash::FxHasher;
 use serde_json::Value;

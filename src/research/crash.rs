@@ -1,7 +1,7 @@
 //! What kind of end a training came to, from what it wrote, how its process ended, and its log.
 
 use super::excerpt::{first_lines, last_lines, read_end, telling_part};
-use super::process::{Ended, How};
+use crate::process::{Ended, How};
 use crate::run::{Failure, FailureKind, Phase, Phases, Summary};
 use serde::{Deserialize, Serialize};
 use std::fmt;

@@ -1,12 +1,12 @@
 //! One experiment, from the edit to the decision: each step is written down before it is taken, so that it can go on after a crash.
 
 use crate::atomic_file::write_atomically;
+use crate::process::{Interruption, ProcessId, kill_leftover};
 use crate::research::crash::{Crash, CrashKind};
 use crate::research::decision::{Status, Verdict};
 use crate::research::journal::{Journal, Kind, Phase};
 use crate::research::ledger::{Confirmation, Record, Seconds, id, one_line};
 use crate::research::noise;
-use crate::research::process::{Interruption, ProcessId, kill_leftover};
 use crate::research::run_folders::{CONFIRMATIONS, put_aside, remove_weights, require_space};
 use crate::research::study::{EDITABLE, Study, short};
 use crate::research::training::{self, Run};

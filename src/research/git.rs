@@ -1,6 +1,6 @@
 //! The few things that experiments ask of git, by its own command: it runs the user's hooks and reads the user's settings.
 
-use crate::research::process::{self, How};
+use crate::process::{self, How};
 use anyhow::{Result, anyhow, bail, ensure};
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};

@@ -1,6 +1,6 @@
 //! Ctrl-C and the signals that ask a program to end.
 
-use crate::research::process::Interruption;
+use crate::process::Interruption;
 use anyhow::{Context, Result, bail};
 use std::thread;
 use std::time::{Duration, Instant};

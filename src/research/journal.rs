@@ -1,8 +1,8 @@
 //! What is being done to a branch, written down before each step: after a crash at any point the experiment can go on.
 
+use crate::process::ProcessId;
 use crate::research::experiment::Options;
 use crate::research::ledger::{Entries, Record};
-use crate::research::process::ProcessId;
 use crate::research::state;
 use anyhow::{Result, anyhow};
 use serde::{Deserialize, Serialize};

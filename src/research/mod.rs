@@ -14,7 +14,6 @@
 //! - [`lock`] lets one process at a time on a device and in a work tree.
 //! - [`noise`] measures how far equal runs differ.
 //! - [`overview`] shows where a branch stands.
-//! - [`process`] runs and ends other programs.
 //! - `run_folders` makes room for runs.
 //! - `report` prints an experiment's outcome.
 //! - [`source_check`] refuses edits that reach beyond the model.
@@ -36,7 +35,6 @@ pub mod ledger;
 pub mod lock;
 pub mod noise;
 pub mod overview;
-pub mod process;
 mod report;
 mod run_folders;
 pub mod source_check;

@@ -1,7 +1,7 @@
 //! How far val_bpb differs between runs of the same commit: a gain within that may be chance.
 
+use crate::process::Interruption;
 use crate::research::ledger::Record;
-use crate::research::process::Interruption;
 use crate::research::state;
 use crate::research::study::{Study, short};
 use crate::research::training::{self, Run};

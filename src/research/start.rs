@@ -1,8 +1,8 @@
 //! The beginning of a branch of experiments.
 
+use crate::process::Interruption;
 use crate::research::experiment::{Experiment, Finished};
 use crate::research::git::Repository;
-use crate::research::process::Interruption;
 use crate::research::study::{EDITABLE, Settings, Study, branch_folder, branch_name, short};
 use anyhow::{Result, bail, ensure};
 use std::fs;

@@ -1,9 +1,9 @@
 //! One training of a built commit in a process of its own.
 
 use crate::output::tell;
+use crate::process::{self, How, Input, Interruption, ProcessId, Supervision};
 use crate::research::crash::{self, Crash};
 use crate::research::interruption::Interrupted;
-use crate::research::process::{self, How, Input, Interruption, ProcessId, Supervision};
 use crate::research::study::Study;
 use crate::run::{self, Summary};
 use anyhow::{Result, anyhow, bail};

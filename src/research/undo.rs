@@ -1,9 +1,9 @@
 //! Taking the last step back.
 
+use crate::process::Interruption;
 use crate::research::decision::Status;
 use crate::research::experiment::Experiment;
 use crate::research::ledger::Record;
-use crate::research::process::Interruption;
 use crate::research::study::{EDITABLE, Study, short};
 use anyhow::{Result, bail, ensure};
 

@@ -2,9 +2,9 @@
 //! the user may go on editing meanwhile.
 
 use crate::output::tell;
+use crate::process::{How, Interruption, ProcessId};
 use crate::research::compile::{self, Folders, Outcome};
 use crate::research::interruption::Interrupted;
-use crate::research::process::{How, Interruption, ProcessId};
 use crate::research::study::{Study, short};
 use crate::tokenizer::hexadecimal;
 use anyhow::{Context, Result, anyhow, bail, ensure};
