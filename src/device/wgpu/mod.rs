@@ -4,6 +4,7 @@ mod adapters;
 mod memory_watch;
 mod pools;
 pub mod trial;
+mod tuned;
 
 pub use adapters::{Adapter, AdapterKind, adapters};
 pub use memory_watch::MemoryWatch;
@@ -11,18 +12,12 @@ pub use pools::Pools;
 
 use super::compute_type::ComputeType;
 use super::{ComputeDevice, MemoryCounter};
-use crate::data::prepared::cache_folder;
 use crate::ops::cube;
 use anyhow::{Result, anyhow, bail};
 use burn::tensor::{Device, FloatDType};
-use cubecl::config::cache::CacheConfig;
-use cubecl::config::{CubeClRuntimeConfig, RuntimeConfig};
 use cubecl::ir::features::TypeUsage;
 use cubecl::ir::{ElemType, FloatKind};
 use cubecl::wgpu::{AutoGraphicsApi, RuntimeOptions, WgpuBackend, try_init_setup};
-use std::fs::{self, File};
-use std::io::Read;
-use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 
 /// What to do where no adapter is found.
@@ -85,7 +80,7 @@ fn start(adapter: &Adapter) -> Result<Device> {
     if let Some((_, device)) = started.iter().find(|(other, _)| other == adapter) {
         return Ok(device.clone());
     }
-    keep_what_is_tuned(adapter)?;
+    tuned::keep(adapter)?;
     let device = adapter.device();
     RuntimeOptions::try_default().and_then(|options| try_init_setup::<AutoGraphicsApi>(&device, options)).map_err(
         |error| {
@@ -97,53 +92,6 @@ fn start(adapter: &Adapter) -> Result<Device> {
     let device = Device::from(device);
     started.push((adapter.clone(), device.clone()));
     Ok(device)
-}
-
-/// Lets CubeCL keep what it finds out about kernels in the cache folder, for each adapter and driver by itself.
-fn keep_what_is_tuned(adapter: &Adapter) -> Result<()> {
-    let mut config = CubeClRuntimeConfig::from_current_dir().override_from_env();
-    config.environment.name = environment_name(adapter);
-    let folder = tuning_folder()?;
-    replace_damaged(&folder, &environment_name(adapter));
-    config.environment.path = CacheConfig::Directory(folder);
-    config.compilation.cache = true;
-    if !CubeClRuntimeConfig::try_set(config) {
-        cubecl::environment::activate(environment_name(adapter));
-    }
-    Ok(())
-}
-
-/// The folder for what is found out about adapters.
-fn tuning_folder() -> Result<PathBuf> {
-    let folder = cache_folder(None)?.join("tuned");
-    fs::create_dir_all(&folder).map_err(|error| {
-        anyhow!("{}: the folder for tuned kernels cannot be made ({error}); hint: AUTORESEARCH_CACHE_DIR names another place", folder.display())
-    })?;
-    Ok(folder)
-}
-
-/// Takes a database away that is none: CubeCL would complain of it at every kernel and never write a new one.
-fn replace_damaged(folder: &Path, name: &str) {
-    let path = folder.join(format!("{name}.db"));
-    let mut start = [0; 16];
-    let Ok(mut file) = File::open(&path) else { return };
-    let length = file.metadata().map_or(0, |metadata| metadata.len());
-    // A page of SQLite's file format has at least 512 bytes; an empty file is a database without content.
-    if length == 0 || (length >= 512 && file.read_exact(&mut start).is_ok() && &start == b"SQLite format 3\0") {
-        return;
-    }
-    tracing::warn!("{}: expected a database of tuned kernels, found something else; it is replaced", path.display());
-    for ending in ["db", "db-wal", "db-tshm"] {
-        fs::remove_file(folder.join(format!("{name}.{ending}"))).ok();
-    }
-}
-
-/// Adapter, driver and shader language, as a file may be called.
-fn environment_name(adapter: &Adapter) -> String {
-    let name = format!("{} {} {}", adapter.name, adapter.driver, compiler(adapter));
-    let words =
-        name.split(|letter: char| !letter.is_ascii_alphanumeric() && letter != '.').filter(|word| !word.is_empty());
-    words.collect::<Vec<_>>().join("-").to_lowercase()
 }
 
 /// The language that CubeCL gives the adapter's driver.
@@ -181,35 +129,5 @@ fn product_type(adapter: &Adapter, compute_type: ComputeType) -> Result<FloatDTy
         None => bail!(
             "--compute-type {compute_type}: expected an adapter that computes in it, found {adapter}; hint: 'auto' takes what it has; NVIDIA's and AMD's matrix instructions need the feature `vulkan`"
         ),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_database_that_is_none_is_taken_away_with_its_companions() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = |ending: &str| folder.path().join(format!("some-gpu.{ending}"));
-        let whole = [b"SQLite format 3\0".to_vec(), vec![0; 4080]].concat();
-        for (content, stays) in [(&whole[..], true), (b"", true), (&whole[..100], false), (&[7; 5000], false)] {
-            for ending in ["db", "db-wal", "db-tshm"] {
-                fs::write(path(ending), content).unwrap();
-            }
-            replace_damaged(folder.path(), "some-gpu");
-            assert!(
-                ["db", "db-wal", "db-tshm"].iter().all(|ending| path(ending).exists() == stays),
-                "{}",
-                content.len()
-            );
-        }
-        replace_damaged(folder.path(), "another-gpu");
-    }
-
-    #[test]
-    fn each_adapter_driver_and_language_has_a_file_of_its_own() {
-        let name = environment_name(&Adapter::stand_in("Some GPU (RADV/2)"));
-        assert!(name.starts_with("some-gpu-radv-2-driver-1.2-"), "{name}");
     }
 }

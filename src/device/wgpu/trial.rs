@@ -1,12 +1,13 @@
 //! A trial of an adapter in a process of its own, before this one computes on it: drivers have been seen to end a program
 //! without a word, or never to answer, and that must not happen in the midst of a night.
 
-use super::{Adapter, tuning_folder};
+use super::{Adapter, tuned};
 use crate::atomic_file::write_atomically;
 use crate::device::ComputeDevice;
 use crate::device::compute_type::ComputeType;
 use crate::ops;
 use crate::output::note;
+use crate::process::{self, How, Input, Output};
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use burn::tensor::{FloatDType, Int, Tensor, TensorData};
 use chacha20::ChaCha8Rng;
@@ -14,12 +15,10 @@ use clap::ValueEnum;
 use rand::{RngExt, SeedableRng};
 use serde::{Deserialize, Serialize};
 use std::fs;
-use std::io::Read;
 use std::path::{Path, PathBuf};
-use std::process::{Command, ExitStatus, Stdio};
+use std::process::Command;
 use std::sync::OnceLock;
-use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 /// A trial computes for a moment; what takes so long is the compilation of its kernels, in several forms, at the first time.
 const LIMIT: Duration = Duration::from_secs(240);
@@ -48,7 +47,7 @@ struct Verdict {
 /// If the adapter does not compute what it should, does not answer, or ends its process.
 pub(super) fn product_type(adapter: &Adapter, number: usize, wanted: ComputeType) -> Result<Option<ComputeType>> {
     let Some(program) = PROGRAM.get() else { return Ok(None) };
-    let path = tuning_folder()?.join(format!("{}-{wanted}.json", super::environment_name(adapter)));
+    let path = tuned::folder()?.join(format!("{}-{wanted}.json", tuned::environment_name(adapter)));
     let known = fs::read(&path).ok().and_then(|bytes| serde_json::from_slice::<Verdict>(&bytes).ok());
     let verdict = match known {
         Some(verdict) => verdict,
@@ -83,51 +82,26 @@ fn tried(
     limit: Duration,
 ) -> Result<ComputeType> {
     note(format_args!("{adapter}: is tried before its first use (compute type {wanted}, {limit:?} at most)"));
-    let started = Instant::now();
-    let mut child = Command::new(program)
-        .args(["try-adapter", "--device", &format!("wgpu:{number}"), "--compute-type", &wanted.to_string()])
-        // It ends when this end of the pipe is gone, however this process ends.
-        .stdin(Stdio::piped())
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped())
-        .spawn()
-        .with_context(|| format!("{}: cannot be started to try the adapter", program.display()))?;
-    // Read meanwhile: a full pipe would stop it.
-    let said = read(child.stdout.take());
-    let complained = read(child.stderr.take());
-    let status = loop {
-        if let Some(status) = child.try_wait()? {
-            break status;
+    let mut command = Command::new(program);
+    command.args(["try-adapter", "--device", &format!("wgpu:{number}"), "--compute-type", &wanted.to_string()]);
+    // It ends when its input does, which is when this process does, in whatever way.
+    let Output { how, stdout, stderr } = process::output_within(command, Input::HeldOpen, limit)?;
+    let (said, complained) = (String::from_utf8_lossy(&stdout), String::from_utf8_lossy(&stderr));
+    let ending = match how {
+        How::Exited(0) => {
+            return ComputeType::from_str(said.trim(), true)
+                .map_err(|error| anyhow!("{adapter}: a trial answered '{said}' ({error}); hint: {HINT}"));
         }
-        if started.elapsed() > limit {
-            child.kill().ok();
-            child.wait().ok();
-            bail!("{adapter}: a trial with compute type {wanted} did not end within {limit:?}; hint: {HINT}");
-        }
-        std::thread::sleep(Duration::from_millis(20));
+        How::Exited(code) => format!("failed with exit code {code}"),
+        How::Signal(signal) => format!("was ended by signal {signal}"),
+        How::TimedOut | How::Interrupted => format!("did not end within {limit:?}"),
     };
-    let (said, complained) = (said.join().unwrap_or_default(), complained.join().unwrap_or_default());
-    if !status.success() {
-        let last = complained.lines().rev().find(|line| !line.trim().is_empty()).unwrap_or("nothing was said");
-        // What it refuses itself has a hint of its own.
-        if let Some(message) = last.strip_prefix("error: ").filter(|message| message.contains("; hint: ")) {
-            bail!("{message}");
-        }
-        bail!("{adapter}: a trial with compute type {wanted} {} ({last}); hint: {HINT}", how_it_ended(status));
+    let last = complained.lines().rev().find(|line| !line.trim().is_empty()).unwrap_or("nothing was said");
+    // What it refuses itself has a hint of its own.
+    if let Some(message) = last.strip_prefix("error: ").filter(|message| message.contains("; hint: ")) {
+        bail!("{message}");
     }
-    tracing::debug!("tried in {:.1?}", started.elapsed());
-    ComputeType::from_str(said.trim(), true)
-        .map_err(|error| anyhow!("{adapter}: a trial answered '{said}' ({error}); hint: {HINT}"))
-}
-
-fn read(pipe: Option<impl Read + Send + 'static>) -> JoinHandle<String> {
-    std::thread::spawn(move || {
-        let mut bytes = Vec::new();
-        if let Some(mut pipe) = pipe {
-            pipe.read_to_end(&mut bytes).ok();
-        }
-        String::from_utf8_lossy(&bytes).into_owned()
-    })
+    bail!("{adapter}: a trial with compute type {wanted} {ending} ({last}); hint: {HINT}");
 }
 
 const HINT: &str = if cfg!(feature = "vulkan") {
@@ -135,17 +109,6 @@ const HINT: &str = if cfg!(feature = "vulkan") {
 } else {
     "another version of its driver may help; --device cpu does without it"
 };
-
-fn how_it_ended(status: ExitStatus) -> String {
-    #[cfg(unix)]
-    if let Some(signal) = std::os::unix::process::ExitStatusExt::signal(&status) {
-        return format!("was ended by signal {signal}");
-    }
-    match status.code() {
-        Some(code) => format!("failed with exit code {code}"),
-        None => "failed".to_owned(),
-    }
-}
 
 /// The trial itself: products of every form that training takes of them, with their gradients, and attention.
 ///
