@@ -202,7 +202,7 @@ impl fmt::Display for Cause {
             }
             Self::NoBf16 { gpu } => write!(
                 f,
-                "{gpu}, which has no bfloat16 instructions; hint: NVIDIA's GPUs have them from compute capability 8.0, AMD's from MI100 and Radeon RX 7000; --device cpu computes in float32"
+                "{gpu}, which has no bfloat16 instructions; hint: NVIDIA's GPUs have them from compute capability 8.0, AMD's from MI100 and Radeon RX 7000; --compute-type float32 does without them"
             ),
             Self::CannotCompute { gpu, error, disguise } => write!(
                 f,

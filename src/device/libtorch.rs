@@ -74,7 +74,8 @@ pub fn gpu(index: usize, name: &str, compute_type: ComputeType) -> Result<Comput
             }
         }
     };
-    if facts.architecture.as_ref().is_some_and(|architecture| !computes_in_bf16(architecture)) {
+    let has_bf16 = facts.architecture.as_ref().is_none_or(|architecture| computes_in_bf16(architecture));
+    if dtype == FloatDType::BF16 && !has_bf16 {
         bail!(unusable(Cause::NoBf16 { gpu: facts.to_string() }, true));
     }
     if let Err(error) = first_sum(index) {

@@ -73,7 +73,11 @@ impl ComputeDevice {
     /// # Errors
     /// If the name is unknown, its backend is not compiled into this program, or its hardware cannot be used.
     pub fn select(name: &str, compute_type: ComputeType) -> Result<Self> {
-        let numbered = |kind: &str| name.strip_prefix(kind)?.strip_prefix(':')?.parse::<usize>().ok();
+        let numbered = |kind: &str| {
+            let digits = name.strip_prefix(kind)?.strip_prefix(':')?;
+            // One number has one name: none with a sign or zeros before it.
+            digits.parse().ok().filter(|number: &usize| number.to_string() == digits)
+        };
         match name {
             "auto" => Self::fastest(compute_type),
             "cpu" => cpu(compute_type),
