@@ -27,7 +27,7 @@ mod precision;
 mod refusals;
 // The research loop: experiments, the loop with an agent, kills, refusals.
 #[cfg(target_os = "linux")]
-mod research;
+mod research_loop;
 // The script that sets libtorch up.
 #[cfg(target_os = "linux")]
 mod setup_libtorch;
