@@ -4,6 +4,7 @@
 //! (`build.build-dir`), but not the folder of finished programs, so that the program that other tests run stays as it is.
 //! What cargo compiles of the project itself goes by another name there, for it is compiled under another profile.
 
+use crate::place::please_rocm;
 use std::collections::BTreeSet;
 use std::env::consts::EXE_SUFFIX;
 use std::ffi::OsStr;
@@ -57,11 +58,7 @@ impl Checkout {
         forget_the_caller(&mut command);
         command.env("CARGO_TARGET_DIR", self.root.join("target")).env("CARGO_BUILD_BUILD_DIR", build_folder());
         command.env("AUTORESEARCH_CACHE_DIR", self.root.join("cache")).env_remove("RUST_BACKTRACE");
-        // What ROCm needs: without it the program says on standard error that it corrects it.
-        command.env("TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL", "1");
-        for name in ["PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"] {
-            command.env_remove(name);
-        }
+        please_rocm(&mut command);
         command
     }
 

@@ -49,11 +49,7 @@ impl Place {
         let mut command = Command::new(env!("CARGO_BIN_EXE_autoresearch"));
         command.args(arguments).current_dir(self.folder.path());
         command.env("AUTORESEARCH_CACHE_DIR", self.path("cache")).env_remove("RUST_BACKTRACE");
-        // What ROCm needs: without it the program says on standard error that it corrects it.
-        command.env("TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL", "1");
-        for name in ["PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"] {
-            command.env_remove(name);
-        }
+        please_rocm(&mut command);
         command
     }
 
@@ -95,6 +91,14 @@ impl Place {
         fs::create_dir(self.path(name)).unwrap();
         write_shard(&self.path(name).join("a.parquet"), "text", &stories(0..300));
         write_shard(&self.path(name).join("b.parquet"), "text", &stories(300..400));
+    }
+}
+
+/// Sets what ROCm needs: without it the program says on standard error that it corrects it.
+pub fn please_rocm(command: &mut Command) {
+    command.env("TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL", "1");
+    for name in ["PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"] {
+        command.env_remove(name);
     }
 }
 
