@@ -87,16 +87,20 @@ fn further_goldens_are_met_where_autoresearch_golden_and_autoresearch_corpus_nam
         note("left out: all goldens but those in tests/golden (AUTORESEARCH_GOLDEN is not set)");
         return;
     };
-    let has_corpus = corpus.is_some();
-    for (device, compute_type) in cpus().into_iter().flat_map(|device| COMPUTE_TYPES.map(|kind| (device.clone(), kind)))
-    {
-        let (checks, left_out) = verify_on(device.clone(), compute_type, &golden, corpus.clone());
-        for case in &left_out {
-            note(&format!("left out: {case} (AUTORESEARCH_CORPUS is not set)"));
+    for (number, device) in cpus().into_iter().enumerate() {
+        for compute_type in COMPUTE_TYPES {
+            // Products of bfloat16 are slow in libtorch on a CPU: models and optimizers take seconds, a whole run minutes.
+            let is_slow = number > 0 && compute_type == FloatDType::BF16;
+            let corpus = corpus.clone().filter(|_| !is_slow);
+            let why = if is_slow { "too slow in bfloat16 through libtorch" } else { "AUTORESEARCH_CORPUS is not set" };
+            let (checks, left_out) = verify_on(device.clone(), compute_type, &golden, corpus.clone());
+            for case in &left_out {
+                note(&format!("left out: {case} ({why})"));
+            }
+            assert!(failures(&checks).is_empty(), "{device:?}, {compute_type:?}: {:#?}", failures(&checks));
+            assert!(!checks.is_empty() || !left_out.is_empty());
+            assert!(left_out.is_empty() || corpus.is_none(), "{left_out:?}");
         }
-        assert!(failures(&checks).is_empty(), "{device:?}, {compute_type:?}: {:#?}", failures(&checks));
-        assert!(!checks.is_empty() || !left_out.is_empty());
-        assert!(left_out.is_empty() || !has_corpus, "{left_out:?}");
     }
 }
 

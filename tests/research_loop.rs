@@ -184,6 +184,11 @@ fn a_loop_with_an_agent_that_does_everything_wrong_keeps_the_one_gain() {
     let table = study.read("results.tsv");
     assert!(table.lines().filter(|row| row.contains("\tcrash\t")).all(|row| row.contains("\t0.000000\t0.0\t")));
 
+    // A build takes the dependencies as the user's own builds left them.
+    let log = study.read("runs/loop-001/build.log");
+    let compiled: Vec<&str> = log.lines().filter_map(|line| line.trim_start().strip_prefix("Compiling ")).collect();
+    assert!(matches!(compiled[..], [one] if one.starts_with("autoresearch ")), "{log}");
+
     // The branch is at the gain, everything else is reachable and the work tree is clean.
     assert_eq!(records[1]["commit"], study.head());
     assert_eq!(records[1]["parent"], start);

@@ -302,25 +302,6 @@ mod tests {
     }
 
     #[test]
-    fn this_package_is_built_without_building_its_dependencies_anew() {
-        if cfg!(debug_assertions) {
-            eprintln!("left out: these tests are not built in the release profile");
-            return;
-        }
-        let folder = tempfile::tempdir().unwrap();
-        let log = folder.path().join("build.log");
-        // The program of these tests stays where it is.
-        let folders = Folders::beside(Path::new(ROOT), PathBuf::from(ROOT), folder.path().join("target")).unwrap();
-        let build = build(&folders, &log, LONG, &Interruption::default(), |_| Ok(())).unwrap();
-        let log = fs::read_to_string(log).unwrap();
-        assert!(matches!(build.outcome, Outcome::Built { .. }), "{build:?} {log}");
-        let compiled = |line: &&str| line.trim_start().starts_with("Compiling ");
-        let compiled: Vec<&str> =
-            log.lines().filter(compiled).filter(|line| !line.contains(env!("CARGO_PKG_NAME"))).collect();
-        assert_eq!(compiled, [""; 0]);
-    }
-
-    #[test]
     fn every_feature_of_the_package_is_known() {
         let manifest: toml::Table =
             toml::from_str(&fs::read_to_string(Path::new(ROOT).join("Cargo.toml")).unwrap()).unwrap();
