@@ -25,6 +25,9 @@ impl Default for Sampling {
     }
 }
 
+/// Tokens of the shortest forward pass: with fewer it would save milliseconds, and have more shapes to compile.
+const SHORTEST_PASS: usize = 64;
+
 /// The text that `model` writes after `prompt`, without the prompt.
 ///
 /// Every token is drawn from a forward pass over the last tokens that fit the context.
@@ -48,7 +51,7 @@ pub fn sample(model: &Gpt, tokenizer: &Tokenizer, prompt: &str, sampling: &Sampl
 /// Logits of the token after `context`.
 fn next_logits(model: &Gpt, context: &[u32], device: &Device) -> Vec<f32> {
     // A few lengths only: each new shape costs compilation on some backends. What follows the last token changes nothing.
-    let padded = context.len().next_power_of_two().clamp(1, model.config().sequence_len);
+    let padded = context.len().max(SHORTEST_PASS).next_power_of_two().min(model.config().sequence_len);
     let mut ids: Vec<i32> = context.iter().map(|&id| id as i32).collect();
     ids.resize(padded, 0);
     let input = Tensor::<2, Int>::from_data(TensorData::new(ids, [1, padded]), device);
