@@ -5,6 +5,7 @@
 //! What cargo compiles of the project itself goes by another name there, for it is compiled under another profile.
 
 use crate::place::please_rocm;
+use autoresearch::research::compile::features;
 use std::collections::BTreeSet;
 use std::env::consts::EXE_SUFFIX;
 use std::ffi::OsStr;
@@ -180,16 +181,10 @@ fn build_folder() -> &'static Path {
 
 /// The profile and the features that these tests were built with.
 fn cargo_flags() -> Vec<String> {
-    let mut flags = Vec::new();
+    let mut flags = vec!["--no-default-features".to_owned(), format!("--features={}", features().join(","))];
     if !cfg!(debug_assertions) {
         flags.push("--release".to_owned());
     }
-    if !cfg!(feature = "flex") {
-        flags.push("--no-default-features".to_owned());
-    }
-    let optional =
-        [("wgpu", cfg!(feature = "wgpu")), ("vulkan", cfg!(feature = "vulkan")), ("tch", cfg!(feature = "tch"))];
-    flags.extend(optional.into_iter().filter(|(_, is_on)| *is_on).map(|(name, _)| format!("--features={name}")));
     flags
 }
 

@@ -99,6 +99,7 @@ pub fn features() -> Vec<&'static str> {
         ("flex", cfg!(feature = "flex")),
         ("wgpu", cfg!(feature = "wgpu")),
         ("vulkan", cfg!(feature = "vulkan")),
+        ("autotune", cfg!(feature = "autotune")),
         ("tch", cfg!(feature = "tch")),
     ];
     features.into_iter().filter_map(|(name, compiled_in)| compiled_in.then_some(name)).collect()
@@ -305,7 +306,7 @@ mod tests {
     fn every_feature_of_the_package_is_known() {
         let manifest: toml::Table =
             toml::from_str(&fs::read_to_string(Path::new(ROOT).join("Cargo.toml")).unwrap()).unwrap();
-        let known = ["default", "flex", "wgpu", "vulkan", "tch"];
+        let known = ["default", "flex", "wgpu", "vulkan", "autotune", "tch"];
         for name in manifest["features"].as_table().unwrap().keys() {
             assert!(known.contains(&&**name), "{name}");
         }
