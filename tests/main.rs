@@ -12,6 +12,9 @@ mod evaluation;
 mod goldens;
 // How a number could be cheated, and that each way is stopped.
 mod honesty;
+// Devices of libtorch: refusals, a run from training to text.
+#[cfg(feature = "tch")]
+mod libtorch;
 // How programs are linked with libtorch.
 #[cfg(target_os = "linux")]
 mod linking;

@@ -161,6 +161,21 @@ impl Finished {
     }
 }
 
+/// Trains by the command `train`, whose run is `run`, evaluates on the CPU what was trained, and lets it write. Returns what
+/// the training left.
+#[cfg(any(feature = "tch", feature = "wgpu"))]
+#[track_caller]
+pub fn goes_from_training_to_text(train: &[&str], ok: impl Fn(&[&str]) -> Finished) -> Finished {
+    let trained = ok(train);
+    let on_cpu = ok(&["eval", "--checkpoint", "run", "--device", "cpu", "--eval-tokens", "2048"]);
+    let [there, here] = [&trained, &on_cpu].map(|finished| finished.value("val_bpb").parse::<f64>().unwrap());
+    assert!((there - here).abs() < 1e-4, "{there} {here}");
+    let written =
+        ok(&["sample", "--checkpoint", "run", "--prompt", "Once", "--tokens", "3", "--temperature", "0"]).stdout;
+    assert!(written.starts_with("Once") && written.trim_end() != "Once", "{written}");
+    trained
+}
+
 pub fn stories(numbers: Range<usize>) -> Vec<String> {
     let story =
         |number: usize| format!("The fox number {number} saw {} hens. ", number * 7 % 31).repeat(5 + number % 5);

@@ -70,33 +70,13 @@ fn devices_that_are_unknown_or_not_compiled_in_are_refused() {
             place.assert_refused(command, &[&flag, &format!("--features {feature}")]);
         }
     }
-}
-
-/// Whether this machine may have a GPU that libtorch computes on.
-#[cfg(feature = "tch")]
-fn may_have_gpu() -> bool {
-    ["/dev/nvidia0", "/dev/kfd", "/dev/dxg"].iter().any(|node| fs::exists(node).unwrap_or(true))
-}
-
-#[cfg(feature = "tch")]
-#[test]
-fn a_gpu_that_is_not_there_is_refused_with_the_cause() {
-    let place = Place::with_tales();
-    for name in ["libtorch:", "libtorch:-1", "libtorch:1.5", "libtorch:gpu", "libtorch:99999999999999999999"] {
-        place.assert_refused(&["verify", "--device", name], &[&format!("found '{name}'"), "libtorch:N"]);
-    }
-    let expected = "expected a GPU that libtorch can compute on, found ";
-    for command in [&["train", "--config", "ci.toml", "--device"][..], &["verify", "--device"]] {
-        place.assert_refused(&[command, &["libtorch:4096"]].concat(), &["--device libtorch:4096: ", expected]);
-    }
-    if !may_have_gpu() {
-        place.assert_refused(&["verify", "--device", "libtorch"], &["--device libtorch: ", expected]);
-        // Without a GPU it is no news that none is used.
-        if !cfg!(feature = "wgpu") {
-            assert_eq!(place.ok(&SMOKE).stderr, "");
+    // Where there is one device, `auto` is refused as it is.
+    let is_only_device = cfg!(feature = "flex") && !cfg!(any(feature = "tch", feature = "wgpu"));
+    if is_only_device {
+        for device in ["cpu", "auto"] {
+            let verify = ["verify", "--device", device, "--compute-type", "bfloat16"];
+            place.assert_refused(&verify, &["--compute-type bfloat16: expected float32 for --device cpu"]);
         }
-        let verbose = place.ok(&["verify", "-v"]).stderr;
-        assert!(verbose.contains(&format!("not used: --device libtorch: {expected}")), "{verbose}");
     }
 }
 

@@ -14,9 +14,6 @@ fn verify_prints_every_comparison_and_counts_them() {
     assert_eq!(lines[lines.len() - 1], format!("{passed} passed, 0 failed"));
     assert_eq!(lines.len(), passed + 2);
     assert!(passed > 50);
-    let low = place.ok(&["verify", "--compute-type", "bfloat16"]).stdout;
-    assert!(low.ends_with(&format!("\n{passed} passed, 0 failed\n")), "{low}");
-    assert!(low.contains("model-gqa: logits: error ") && low.contains(", tolerance 2e-2: pass"), "{low}");
     let Finished { code, stderr, .. } = place.run(&["verify", "--compute-type", "bf16"]);
     assert_eq!(code, Some(2));
     assert!(stderr.contains("float32") && stderr.contains("bfloat16"), "{stderr}");

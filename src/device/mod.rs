@@ -106,14 +106,14 @@ impl ComputeDevice {
             // A software adapter: slower than any of the above.
             compiled_in(cfg!(feature = "wgpu") && !has_wgpu_gpu, "wgpu"),
         ];
-        let usable = |name| Self::select(name, compute_type).inspect_err(say_why_not_used).ok();
-        let fastest = candidates.into_iter().flatten().find_map(usable);
-        match fastest {
-            Some(device) => Ok(device),
-            None => bail!(
-                "--device auto: no device can be used of those whose backend is compiled in; hint: build with the default features, or `--features flex`"
-            ),
+        let mut candidates = candidates.into_iter().flatten().peekable();
+        while let Some(name) = candidates.next() {
+            match Self::select(name, compute_type) {
+                Err(error) if candidates.peek().is_some() => say_why_not_used(&error),
+                last => return last,
+            }
         }
+        bail!("--device auto: no backend is compiled in; hint: build with the default features, or `--features flex`")
     }
 
     /// Peak operations a second in the compute type; none where it is not known. Says so where it is a GPU's.
