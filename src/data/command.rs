@@ -2,13 +2,23 @@
 
 use std::path::Path;
 
-/// How cargo runs this program as it was built: without the features it would build all over again, without GPUs.
+/// [`PROGRAM`] with features of which wgpu is one: the default feature `autotune` is part of it.
+macro_rules! with_features {
+    ($features:literal) => {
+        if cfg!(feature = "autotune") {
+            concat!("cargo run --release --features ", $features, " --")
+        } else {
+            concat!("cargo run --release --no-default-features --features flex,", $features, " --")
+        }
+    };
+}
+/// How cargo runs this program as it was built: with other features it would build all over again, or have no GPUs.
 pub const PROGRAM: &str = match (cfg!(feature = "tch"), cfg!(feature = "vulkan"), cfg!(feature = "wgpu")) {
-    (true, true, _) => "cargo run --release --features tch,vulkan --",
-    (true, false, true) => "cargo run --release --features tch,wgpu --",
+    (true, true, _) => with_features!("tch,vulkan"),
+    (true, false, true) => with_features!("tch,wgpu"),
     (true, false, false) => "cargo run --release --features tch --",
-    (false, true, _) => "cargo run --release --features vulkan --",
-    (false, false, true) => "cargo run --release --features wgpu --",
+    (false, true, _) => with_features!("vulkan"),
+    (false, false, true) => with_features!("wgpu"),
     (false, false, false) => "cargo run --release --",
 };
 

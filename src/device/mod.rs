@@ -103,8 +103,11 @@ impl ComputeDevice {
             compiled_in(has_wgpu_gpu, "wgpu"),
             compiled_in(cfg!(feature = "flex"), "cpu"),
             compiled_in(cfg!(feature = "tch"), "libtorch:cpu"),
-            // A software adapter: slower than any of the above.
-            compiled_in(cfg!(feature = "wgpu") && !has_wgpu_gpu, "wgpu"),
+            // A software adapter, where nothing else is compiled in: it is slower than any of the above.
+            compiled_in(
+                cfg!(all(feature = "wgpu", not(any(feature = "flex", feature = "tch")))) && !has_wgpu_gpu,
+                "wgpu",
+            ),
         ];
         let mut candidates = candidates.into_iter().flatten().peekable();
         while let Some(name) = candidates.next() {
@@ -173,12 +176,12 @@ fn say_why_not_used(error: &anyhow::Error) {
     static SAID: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
     #[cfg(feature = "tch")]
     if error.downcast_ref::<libtorch::Unusable>().is_some_and(|unusable| !unusable.has_gpu) {
-        tracing::debug!("not used: {error}");
+        tracing::debug!("passed over: {error}");
         return;
     }
     let is_news = SAID.lock().is_ok_and(|mut said| said.insert(error.to_string()));
     if is_news {
-        tracing::warn!("not used: {error}");
+        tracing::warn!("passed over: {error}");
     }
 }
 

@@ -295,7 +295,7 @@ mod tests {
             .phase("evaluation")
             .is(CrashKind::OomEval);
         // A GPU that was passed over at the start has nothing to do with the end.
-        let warned = " WARN not used: --device libtorch: CUDA error: out of memory\nstep 1\nthread 'main' panicked at src/model.rs:1:2:\nx\n";
+        let warned = " WARN passed over: --device libtorch: CUDA error: out of memory\nstep 1\nthread 'main' panicked at src/model.rs:1:2:\nx\n";
         Left::new(PANIC).log(warned).is(CrashKind::Panic);
     }
 

@@ -54,6 +54,8 @@ pub use watchdog::Watchdog;
 
 /// Name of the weights in a run's folder.
 const WEIGHTS: &str = "model.safetensors";
+/// How long a first step may take in which kernels are tuned and compiled: the kill limit begins to count after it.
+const LONGEST_TUNING: Duration = Duration::from_secs(600);
 /// Key of the model's sizes in the weights' header.
 const SIZES: &str = "gpt_config";
 
@@ -140,8 +142,15 @@ pub fn train(conditions: &Conditions, record: &Record, watchdog: Option<&Watchdo
     let flops_per_token = model.flops_per_token() as f64;
     let num_params: usize = parameters(&model).iter().map(Parameter::elements).sum();
     announce(&resolved, &model, &groups, &plan, folder.path());
-    if compute.tunes_kernels() {
-        say("first step: tunes and compiles kernels that this GPU and driver have none of yet, which can take minutes");
+    let tunes_kernels = compute.tunes_kernels();
+    if tunes_kernels {
+        let tunes = if cfg!(feature = "autotune") { "tunes and compiles" } else { "compiles" };
+        say(format_args!(
+            "first step: {tunes} kernels that this adapter and driver have none of yet, which can take minutes"
+        ));
+        if let Some(watchdog) = watchdog {
+            watchdog.lengthen(LONGEST_TUNING);
+        }
     }
 
     let mut progress = ProgressLine::new(flops_per_token, peak_flops);
@@ -169,6 +178,9 @@ pub fn train(conditions: &Conditions, record: &Record, watchdog: Option<&Watchdo
             ops::choices().iter().for_each(say);
             if let Some(watchdog) = watchdog {
                 watchdog.lengthen(step.duration);
+                if tunes_kernels {
+                    watchdog.shorten(LONGEST_TUNING);
+                }
             }
         }
         progress.show(step);
@@ -444,7 +456,7 @@ fn announce(resolved: &Resolved, model: &Gpt, groups: &[ParameterGroup], plan: &
     match resolved.steps {
         Some(steps) => say(format_args!("limit:      {steps} steps{in_all}")),
         None => say(format_args!(
-            "limit:      {} s of training, the first {} steps not counted{in_all}",
+            "limit:      {} s of training, at most the first {} steps not counted{in_all}",
             config.time_budget_seconds,
             config.uncharged_steps.max(1)
         )),

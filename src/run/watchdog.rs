@@ -19,37 +19,54 @@ unsafe extern "C" {
 /// Ends the process if it is not dropped in time.
 #[derive(Debug)]
 pub struct Watchdog {
-    /// What comes through it is added to the limit; dropping it ends the watch.
-    more: Sender<Duration>,
+    /// Dropping it ends the watch.
+    changes: Sender<Change>,
+}
+
+/// What becomes of the limit.
+#[derive(Debug, Clone, Copy)]
+enum Change {
+    Longer(Duration),
+    Shorter(Duration),
 }
 
 impl Watchdog {
     /// Watches from now: after `limit` it writes `line` down in `record`, prints it on standard output and ends the process
     /// with code 1, whatever the other threads do.
     pub fn start(limit: Duration, line: String, record: &Record) -> Self {
-        let (more, received) = channel();
+        let (changes, received) = channel();
         let record = record.clone();
         thread::spawn(move || {
             if lasts_longer(&received, limit) {
                 end_process(line, record);
             }
         });
-        Self { more }
+        Self { changes }
     }
 
     /// Gives `time` more.
     pub fn lengthen(&self, time: Duration) {
+        self.change(Change::Longer(time));
+    }
+
+    /// Takes `time` back.
+    pub fn shorten(&self, time: Duration) {
+        self.change(Change::Shorter(time));
+    }
+
+    fn change(&self, change: Change) {
         // The other end is gone when the process is about to end.
-        self.more.send(time).ok();
+        self.changes.send(change).ok();
     }
 }
 
-/// Whether the other end of `more` is still there after `limit` and what it sends; returns at once when it goes.
-fn lasts_longer(more: &Receiver<Duration>, mut limit: Duration) -> bool {
+/// Whether the other end of `changes` is still there after `limit`, as it changes it; returns at once when it goes.
+fn lasts_longer(changes: &Receiver<Change>, mut limit: Duration) -> bool {
     let start = Instant::now();
     loop {
-        match more.recv_timeout(limit.saturating_sub(start.elapsed())) {
-            Ok(time) => limit = limit.saturating_add(time),
+        match changes.recv_timeout(limit.saturating_sub(start.elapsed())) {
+            Ok(Change::Longer(time)) => limit = limit.saturating_add(time),
+            Ok(Change::Shorter(time)) => limit = limit.saturating_sub(time),
             Err(error) => return error == RecvTimeoutError::Timeout,
         }
     }
@@ -83,17 +100,22 @@ mod tests {
 
     #[test]
     fn what_ends_in_time_is_left_alone_and_what_does_not_is_noticed() {
-        let (more, received) = channel();
+        let (changes, received) = channel();
         assert!(lasts_longer(&received, Duration::from_millis(1)));
-        drop(more);
+        drop(changes);
         assert!(!lasts_longer(&received, Duration::MAX));
     }
 
     #[test]
-    fn time_that_is_given_is_waited_for() {
-        let (more, received) = channel();
-        more.send(Duration::MAX).unwrap();
-        drop(more);
+    fn time_that_is_given_is_waited_for_until_it_is_taken_back() {
+        let (changes, received) = channel();
+        let hour = Duration::from_secs(3600);
+        changes.send(Change::Longer(hour)).unwrap();
+        changes.send(Change::Shorter(hour)).unwrap();
+        // With it the other end would go first.
+        assert!(lasts_longer(&received, Duration::ZERO));
+        changes.send(Change::Longer(hour)).unwrap();
+        drop(changes);
         // Without it the limit would be over before the end is noticed.
         assert!(!lasts_longer(&received, Duration::ZERO));
     }

@@ -83,7 +83,13 @@ fn tried(
 ) -> Result<ComputeType> {
     note(format_args!("{adapter}: is tried before its first use (compute type {wanted}, {limit:?} at most)"));
     let mut command = Command::new(program);
-    command.args(["try-adapter", "--device", &format!("wgpu:{number}"), "--compute-type", &wanted.to_string()]);
+    command.env("RUST_BACKTRACE", "0").args([
+        "try-adapter",
+        "--device",
+        &format!("wgpu:{number}"),
+        "--compute-type",
+        &wanted.to_string(),
+    ]);
     // It ends when its input does, which is when this process does, in whatever way.
     let Output { how, stdout, stderr } = process::output_within(command, Input::HeldOpen, limit)?;
     let (said, complained) = (String::from_utf8_lossy(&stdout), String::from_utf8_lossy(&stderr));
@@ -96,7 +102,9 @@ fn tried(
         How::Signal(signal) => format!("was ended by signal {signal}"),
         How::TimedOut | How::Interrupted => format!("did not end within {limit:?}"),
     };
-    let last = complained.lines().rev().find(|line| !line.trim().is_empty()).unwrap_or("nothing was said");
+    // The last words of a panic are a note on backtraces.
+    let is_news = |line: &&str| !line.trim().is_empty() && !line.starts_with("note: ");
+    let last = complained.lines().rev().find(is_news).map_or("nothing was said", str::trim);
     // What it refuses itself has a hint of its own.
     if let Some(message) = last.strip_prefix("error: ").filter(|message| message.contains("; hint: ")) {
         bail!("{message}");
