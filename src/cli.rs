@@ -10,7 +10,7 @@ use crate::device::compute_type::ComputeType;
 use crate::device::list::devices;
 use crate::device::{ComputeDevice, DEVICE_NAMES};
 #[cfg(feature = "wgpu")]
-use crate::device::{compute_type::type_name, wgpu::trial};
+use crate::device::{compute_type::type_name, wgpu::adapters, wgpu::trial};
 use crate::output::say;
 use crate::run::{self, Conditions, Record, RunPlace, Watchdog};
 use crate::sample::Sampling;
@@ -58,6 +58,10 @@ enum Command {
     #[cfg(feature = "wgpu")]
     #[command(hide = true)]
     TryAdapter(TryAdapterArgs),
+    /// Ask the drivers of wgpu's adapters what there is, and say that they came to an end with it.
+    #[cfg(feature = "wgpu")]
+    #[command(hide = true)]
+    ListAdapters,
     /// Make a branch for experiments and measure its baseline.
     Start(research::StartArgs),
     /// Measure the edit in the work tree: commit, build, train, keep or take back.
@@ -278,7 +282,7 @@ impl Cli {
     /// If it cannot be done; the message is one line and ends with a hint.
     pub fn run(self) -> Result<()> {
         #[cfg(feature = "wgpu")]
-        if !matches!(self.command, Command::TryAdapter(_)) {
+        if !matches!(self.command, Command::TryAdapter(_) | Command::ListAdapters) {
             trial::use_program(std::env::current_exe()?);
         }
         match self.command {
@@ -298,6 +302,13 @@ impl Cli {
                 let compute = ComputeDevice::select(&args.device, args.compute_type)?;
                 trial::run(&compute)?;
                 say(type_name(compute.product_type));
+                Ok(())
+            }
+            #[cfg(feature = "wgpu")]
+            Command::ListAdapters => {
+                run::end_with_stdin();
+                adapters();
+                say(trial::LISTED);
                 Ok(())
             }
             Command::Start(args) => research::start_branch(&args),

@@ -60,7 +60,10 @@ fn devices_that_are_unknown_or_not_compiled_in_are_refused() {
     let place = Place::with_tales();
     place.assert_refused(&["train", "--device", "tpu"], &["--device", "'tpu'", "auto, cpu"]);
     place.assert_refused(&["verify", "--device", ""], &["--device", "''"]);
-    let features = [("libtorch", cfg!(feature = "tch"), "tch"), ("wgpu", cfg!(feature = "wgpu"), "wgpu")];
+    let features = [
+        ("libtorch", cfg!(feature = "tch"), "tch"),
+        ("wgpu", cfg!(feature = "wgpu"), if cfg!(target_vendor = "apple") { "wgpu" } else { "vulkan" }),
+    ];
     for (device, compiled_in, feature) in features {
         if compiled_in {
             continue;

@@ -2,7 +2,9 @@
 
 use crate::place::{Finished, Place, SMOKE, goes_from_training_to_text, read_json, text};
 use autoresearch::device::wgpu::{AdapterKind, adapters};
+use serde_json::json;
 use std::env;
+use std::fs;
 use std::process::Command;
 
 /// The program with what was tuned on this machine before, which need not be tuned for each test.
@@ -52,6 +54,36 @@ fn without_an_adapter_wgpu_is_refused_and_auto_takes_the_cpu() {
     if cfg!(feature = "flex") {
         let taken = run_without_driver(&place, &["verify", "--device", "auto", "--golden", "nowhere"]);
         assert!(taken.stdout.starts_with("device: cpu"), "{taken:?}");
+    }
+}
+
+#[test]
+fn a_driver_that_ends_whoever_asks_it_is_told_and_auto_takes_the_cpu() {
+    if !cfg!(target_os = "linux") {
+        return;
+    }
+    let place = Place::new();
+    let (source, library, driver) = (place.path("driver.c"), place.path("driver.so"), place.path("driver.json"));
+    fs::write(&source, "#include <stdlib.h>\n__attribute__((constructor)) static void load(void) { abort(); }\n")
+        .unwrap();
+    let made = Command::new("cc").args(["-shared", "-fPIC", "-o"]).args([&library, &source]).status().unwrap();
+    assert!(made.success());
+    let icd = json!({"file_format_version": "1.0.0", "ICD": {"library_path": &library, "api_version": "1.3.0"}});
+    fs::write(&driver, icd.to_string()).unwrap();
+    let run = |arguments: &[&str]| {
+        let mut command = place.command(arguments);
+        command.env("VK_DRIVER_FILES", &driver).env("VK_ICD_FILENAMES", &driver);
+        Finished::of(command)
+    };
+    let said = "a process which asks them was ended by signal 6";
+    let refused = run(&["verify", "--device", "wgpu"]);
+    assert!(refused.code == Some(1) && refused.stderr.contains(said), "{refused:?}");
+    assert!(refused.stderr.contains("error: --device wgpu: expected an adapter"), "{refused:?}");
+    let listed = run(&["devices"]).ok();
+    assert!(listed.stderr.contains(said) && listed.stdout.contains("no adapter"), "{listed:?}");
+    if cfg!(feature = "flex") {
+        let taken = run(&["verify", "--device", "auto", "--golden", "nowhere"]);
+        assert!(taken.stdout.starts_with("device: cpu") && taken.stderr.contains(said), "{taken:?}");
     }
 }
 

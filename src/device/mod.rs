@@ -249,7 +249,8 @@ fn wgpu_adapter(number: usize, name: &str, compute_type: ComputeType) -> Result<
 
 #[cfg(not(feature = "wgpu"))]
 fn wgpu_adapter(_number: usize, name: &str, _compute_type: ComputeType) -> Result<ComputeDevice> {
-    not_compiled_in(name, "wgpu")
+    // Where there is Vulkan, it is the faster road.
+    not_compiled_in(name, if cfg!(target_vendor = "apple") { "wgpu" } else { "vulkan" })
 }
 
 /// Whether wgpu sees a GPU that is one.

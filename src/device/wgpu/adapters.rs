@@ -1,5 +1,6 @@
 //! The adapters that wgpu finds: what a machine has, in the order in which `wgpu:N` counts them.
 
+use super::trial;
 use crate::device::facts::{GpuFacts, GpuMemory};
 use cubecl::wgpu::{WgpuBackend, WgpuDevice, WgpuDeviceKind, wgpu};
 use std::fmt;
@@ -113,13 +114,18 @@ impl fmt::Display for Adapter {
     }
 }
 
-/// All adapters, real GPUs first: `wgpu:N` is number N, from 0. Drivers are asked once in a process.
+/// All adapters, real GPUs first: `wgpu:N` is number N, from 0. Drivers are asked once in a process, after another process came
+/// out of that unharmed; none, with a warning, if it did not.
 pub fn adapters() -> &'static [Adapter] {
     static FOUND: OnceLock<Vec<Adapter>> = OnceLock::new();
     FOUND.get_or_init(look_for_adapters)
 }
 
 fn look_for_adapters() -> Vec<Adapter> {
+    if let Err(error) = trial::listing() {
+        tracing::warn!("{error:#}");
+        return Vec::new();
+    }
     let mut software = Vec::new();
     for (backend, api) in APIS {
         let found = adapters_of(backend, api);

@@ -22,11 +22,15 @@ use std::time::Duration;
 
 /// A trial computes for a moment; what takes so long is the compilation of its kernels, in several forms, at the first time.
 const LIMIT: Duration = Duration::from_secs(240);
+/// Drivers are listed in a moment; what takes longer is the start of a program with libtorch on a busy machine.
+const LISTING_LIMIT: Duration = Duration::from_secs(60);
+/// What a process that has listed all adapters says: a driver may end it as if all were well.
+pub(crate) const LISTED: &str = "listed";
 
 /// The program that is started for a trial.
 static PROGRAM: OnceLock<PathBuf> = OnceLock::new();
 
-/// Has adapters tried with `program`, which must have the command `try-adapter`. Without a call there are no trials.
+/// Has adapters tried with `program`, which must have the commands `try-adapter` and `list-adapters`. Without a call there are no trials.
 pub fn use_program(program: PathBuf) {
     PROGRAM.set(program).ok();
 }
@@ -92,24 +96,51 @@ fn tried(
     ]);
     // It ends when its input does, which is when this process does, in whatever way.
     let Output { how, stdout, stderr } = process::output_within(command, Input::HeldOpen, limit)?;
-    let (said, complained) = (String::from_utf8_lossy(&stdout), String::from_utf8_lossy(&stderr));
-    let ending = match how {
-        How::Exited(0) => {
-            return ComputeType::from_str(said.trim(), true)
-                .map_err(|error| anyhow!("{adapter}: a trial answered '{said}' ({error}); hint: {HINT}"));
-        }
-        How::Exited(code) => format!("failed with exit code {code}"),
-        How::Signal(signal) => format!("was ended by signal {signal}"),
-        How::TimedOut | How::Interrupted => format!("did not end within {limit:?}"),
-    };
-    // The last words of a panic are a note on backtraces.
-    let is_news = |line: &&str| !line.trim().is_empty() && !line.starts_with("note: ");
-    let last = complained.lines().rev().find(is_news).map_or("nothing was said", str::trim);
+    let said = String::from_utf8_lossy(&stdout);
+    if let How::Exited(0) = how {
+        return ComputeType::from_str(said.trim(), true)
+            .map_err(|error| anyhow!("{adapter}: a trial answered '{said}' ({error}); hint: {HINT}"));
+    }
+    let (ending, complained) = (ending(how, limit), String::from_utf8_lossy(&stderr));
+    let last = last_words(&complained);
     // What it refuses itself has a hint of its own.
     if let Some(message) = last.strip_prefix("error: ").filter(|message| message.contains("; hint: ")) {
         bail!("{message}");
     }
     bail!("{adapter}: a trial with compute type {wanted} {ending} ({last}); hint: {HINT}");
+}
+
+/// Has the drivers list their adapters, which this process may do then.
+///
+/// # Errors
+/// If a driver ends the process that does it, or does not answer.
+pub(super) fn listing() -> Result<()> {
+    let Some(program) = PROGRAM.get() else { return Ok(()) };
+    let mut command = Command::new(program);
+    command.env("RUST_BACKTRACE", "0").arg("list-adapters");
+    let Output { how, stdout, stderr } = process::output_within(command, Input::HeldOpen, LISTING_LIMIT)?;
+    ensure!(
+        String::from_utf8_lossy(&stdout).trim() == LISTED,
+        "wgpu: expected the drivers of this machine to list their adapters, found that a process which asks them {} ({}); hint: one of them is broken: without it, or with VK_DRIVER_FILES set to the file (*.json) of another, wgpu can be used",
+        ending(how, LISTING_LIMIT),
+        last_words(&String::from_utf8_lossy(&stderr))
+    );
+    Ok(())
+}
+
+/// How a process ended that should have answered within `limit`.
+fn ending(how: How, limit: Duration) -> String {
+    match how {
+        How::Exited(code) => format!("ended with exit code {code}"),
+        How::Signal(signal) => format!("was ended by signal {signal}"),
+        How::TimedOut | How::Interrupted => format!("did not end within {limit:?}"),
+    }
+}
+
+/// The last line of what a process complained of; after a panic a note on backtraces follows it.
+fn last_words(complained: &str) -> &str {
+    let is_news = |line: &&str| !line.trim().is_empty() && !line.starts_with("note: ");
+    complained.lines().rev().find(is_news).map_or("nothing was said", str::trim)
 }
 
 const HINT: &str = if cfg!(feature = "vulkan") {
