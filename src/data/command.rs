@@ -12,6 +12,7 @@ macro_rules! with_features {
         }
     };
 }
+
 /// How cargo runs this program as it was built: with other features it would build all over again, or have no GPUs.
 pub const PROGRAM: &str = match (cfg!(feature = "tch"), cfg!(feature = "vulkan"), cfg!(feature = "wgpu")) {
     (true, true, _) => with_features!("tch,vulkan"),

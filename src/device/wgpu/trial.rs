@@ -120,7 +120,7 @@ pub(super) fn listing() -> Result<()> {
     command.env("RUST_BACKTRACE", "0").arg("list-adapters");
     let Output { how, stdout, stderr } = process::output_within(command, Input::HeldOpen, LISTING_LIMIT)?;
     ensure!(
-        String::from_utf8_lossy(&stdout).trim() == LISTED,
+        String::from_utf8_lossy(&stdout).lines().any(|line| line == LISTED),
         "wgpu: expected the drivers of this machine to list their adapters, found that a process which asks them {} ({}); hint: one of them is broken: without it, or with VK_DRIVER_FILES set to the file (*.json) of another, wgpu can be used",
         ending(how, LISTING_LIMIT),
         last_words(&String::from_utf8_lossy(&stderr))
