@@ -258,6 +258,12 @@ mod tests {
                 minute,
                 "exit code 7 (error: lost the device)",
             ),
+            // As a panic ends.
+            (
+                "printf 'lost the device\\nnote: run with' >&2; exit 101",
+                minute,
+                "ended with exit code 101 (lost the device)",
+            ),
             ("exec sleep 60", Duration::from_millis(50), "did not end within 50ms"),
             ("echo banana", minute, "answered 'banana"),
         ] {
