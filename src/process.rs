@@ -10,6 +10,7 @@ use process_wrap::std::JobObject;
 use process_wrap::std::ProcessGroup;
 use process_wrap::std::{ChildWrapper, CommandWrap};
 use serde::{Deserialize, Serialize};
+use std::fmt;
 use std::fs::{self, File};
 use std::io::{Read, Seek, Write};
 use std::path::Path;
@@ -76,6 +77,18 @@ pub enum How {
     TimedOut,
     /// It was killed because of an [`Interruption`].
     Interrupted,
+}
+
+/// What is said of a child: it `ended with code 1`.
+impl fmt::Display for How {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Exited(code) => write!(f, "ended with code {code}"),
+            Self::Signal(signal) => write!(f, "was ended by signal {signal}"),
+            Self::TimedOut => f.write_str("did not end in time"),
+            Self::Interrupted => f.write_str("was interrupted"),
+        }
+    }
 }
 
 /// The end of a child.

@@ -16,6 +16,7 @@ use crate::research::start::start;
 use crate::research::study::{Settings, Study, own_folder};
 use crate::research::undo::undo;
 use crate::research::worktree;
+use crate::run::LONGEST_TUNING;
 use crate::tokenizer::hexadecimal;
 use anyhow::{Context, Result, bail, ensure};
 use clap::Args;
@@ -26,7 +27,7 @@ use std::path::{Path, PathBuf};
 /// Added to the budget where the configuration has no limit for a whole run.
 const GRACE_SECONDS: f64 = 300.0;
 /// A run ends itself at its limit, in which its first step does not count; it is killed where even that does not work.
-const KILL_GRACE_SECONDS: f64 = if cfg!(feature = "wgpu") { 620.0 } else { 20.0 };
+const KILL_GRACE_SECONDS: f64 = 20.0 + if cfg!(feature = "wgpu") { LONGEST_TUNING.as_secs_f64() } else { 0.0 };
 /// Limit of runs that have a number of steps.
 const STEPS_LIMIT_SECONDS: f64 = 3600.0;
 

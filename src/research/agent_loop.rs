@@ -218,10 +218,8 @@ fn next_round(study: &Study, interruption: &Interruption, plan: &mut Plan, last:
 fn unusable(ended: &Ended) -> Option<String> {
     match ended.how {
         How::Exited(0) => None,
-        How::Exited(code) => Some(format!("ended with code {code}")),
-        How::Signal(signal) => Some(format!("was ended by signal {signal}")),
         How::TimedOut => Some(format!("took longer than {:.0} s and was ended", ended.wall.as_secs_f64())),
-        How::Interrupted => Some("was interrupted".to_owned()),
+        how => Some(how.to_string()),
     }
 }
 

@@ -113,13 +113,12 @@ const FROM_OUTSIDE: [i32; 5] = [1, 2, 3, SIGKILL, 15];
 
 fn describe(ended: &Ended) -> String {
     match ended.how {
-        How::Exited(code) => format!("the training ended with code {code}"),
         How::Signal(signal) if signal == SIGKILL && ended.oom_kills > 0 => {
             "the training was killed (signal 9) while the kernel ran out of memory".to_owned()
         }
-        How::Signal(signal) => format!("the training was ended by signal {signal}{}", signal_name(signal)),
+        how @ How::Signal(signal) => format!("the training {how}{}", signal_name(signal)),
         How::TimedOut => format!("the training was killed after {:.0} s, its limit", ended.wall.as_secs_f64()),
-        How::Interrupted => "the training was interrupted".to_owned(),
+        how => format!("the training {how}"),
     }
 }
 

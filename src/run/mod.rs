@@ -54,10 +54,10 @@ pub use watchdog::Watchdog;
 
 /// Name of the weights in a run's folder.
 const WEIGHTS: &str = "model.safetensors";
-/// How long a first step may take in which kernels are tuned and compiled: the kill limit begins to count after it.
-const LONGEST_TUNING: Duration = Duration::from_secs(600);
 /// Key of the model's sizes in the weights' header.
 const SIZES: &str = "gpt_config";
+/// How much longer than the kill limit a first step may take in which kernels are tuned and compiled.
+pub const LONGEST_TUNING: Duration = Duration::from_secs(600);
 
 /// What a run is to be.
 #[derive(Clone, Debug)]

@@ -128,7 +128,8 @@ impl Study {
         self.read("results.jsonl").lines().map(|line| serde_json::from_str(line).unwrap()).collect()
     }
 
-    /// Writes the hook `name`; it runs `script` in `sh`, with a function `wait` that says `../waits` and waits for `../go`.
+    /// Writes the hook `name`; it runs `script` in `sh`, with a function `wait_for_test` that makes `../waits` and waits for
+    /// `../go`.
     fn hook(&self, name: &str, script: &str) {
         let path = self.path(".git/hooks").join(name);
         fs::create_dir_all(path.parent().unwrap()).unwrap();

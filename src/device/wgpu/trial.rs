@@ -1,5 +1,5 @@
-//! A trial of an adapter in a process of its own, before this one computes on it: drivers have been seen to end a program
-//! without a word, or never to answer, and that must not happen in the midst of a night.
+//! Adapters are listed and tried in processes of their own, before this one asks their drivers and computes on them: drivers
+//! have been seen to end a program without a word, or never to answer, and that must not happen in the midst of a night.
 
 use super::{Adapter, tuned};
 use crate::atomic_file::write_atomically;
@@ -30,7 +30,8 @@ pub(crate) const LISTED: &str = "listed";
 /// The program that is started for a trial.
 static PROGRAM: OnceLock<PathBuf> = OnceLock::new();
 
-/// Has adapters tried with `program`, which must have the commands `try-adapter` and `list-adapters`. Without a call there are no trials.
+/// Has adapters listed and tried with `program`, which must have the commands `list-adapters` and `try-adapter`. Without a call
+/// there are no trials.
 pub fn use_program(program: PathBuf) {
     PROGRAM.set(program).ok();
 }
@@ -130,11 +131,7 @@ pub(super) fn listing() -> Result<()> {
 
 /// How a process ended that should have answered within `limit`.
 fn ending(how: How, limit: Duration) -> String {
-    match how {
-        How::Exited(code) => format!("ended with exit code {code}"),
-        How::Signal(signal) => format!("was ended by signal {signal}"),
-        How::TimedOut | How::Interrupted => format!("did not end within {limit:?}"),
-    }
+    if how == How::TimedOut { format!("did not end within {limit:?}") } else { how.to_string() }
 }
 
 /// The last line of what a process complained of; after a panic a note on backtraces follows it.
@@ -256,13 +253,13 @@ mod tests {
             (
                 "echo first >&2; echo 'error: lost the device' >&2; exit 7",
                 minute,
-                "exit code 7 (error: lost the device)",
+                "ended with code 7 (error: lost the device)",
             ),
             // As a panic ends.
             (
                 "printf 'lost the device\\nnote: run with' >&2; exit 101",
                 minute,
-                "ended with exit code 101 (lost the device)",
+                "ended with code 101 (lost the device)",
             ),
             ("exec sleep 60", Duration::from_millis(50), "did not end within 50ms"),
             ("echo banana", minute, "answered 'banana"),
